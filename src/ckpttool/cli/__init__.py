@@ -1,0 +1,102 @@
+"""The command line: parse, call one operation, hand its result to render. ``main`` is the one exit border."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+from typer import Context, Exit, Option, Typer
+
+from ckpttool import __version__
+from ckpttool.cli.demo import demo
+from ckpttool.cli.inspect import EVERY_TENSOR, inspect
+from ckpttool.cli.session import Session
+from ckpttool.errors import CkpttoolError
+
+app = Typer(
+    name="ckpttool",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("inspect")(inspect)
+app.command("demo")(demo)
+
+BUG = 70
+REPORT = "Please report it with the output of the same command and --debug: see CONTRIBUTING.md."
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived; a BaseException so that nothing in between takes it for an error of its own."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"ckpttool {__version__}\n")
+        raise Exit
+
+
+@app.callback()
+def root(
+    ctx: Context,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an unexpected error.")] = False,
+    version: Annotated[
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Training checkpoints, inspected and converted without the framework that wrote them.
+
+    CPU only, no torch, nothing from a checkpoint is executed.
+    """
+    ctx.obj.debug = debug
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    session = Session(run=main)
+    arguments = expand_tensors(list(sys.argv[1:] if argv is None else argv))
+    try:
+        app(args=arguments, prog_name="ckpttool", obj=session)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except CkpttoolError as error:
+        return session.fail(error)
+    except _Terminated:
+        return 128 + signal.SIGTERM
+    except Exception as error:
+        if session.debug or "--debug" in arguments:
+            raise
+        return session.fail(CkpttoolError(f"{type(error).__name__}: {error}", hint=REPORT))
+    return 0
+
+
+def expand_tensors(arguments: list[str]) -> list[str]:
+    """Let ``--tensors`` go without a value: alone, before another option, or before a path that exists."""
+    expanded = []
+    for at, word in enumerate(arguments):
+        following = arguments[at + 1] if at + 1 < len(arguments) else "-"
+        bare = following.startswith("-") or Path(following).exists()
+        expanded.append(f"{word}={EVERY_TENSOR}" if word == "--tensors" and bare else word)
+    return expanded
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def entry() -> None:
+    """Console script: like ``main``, with the signals and pipes of a process of its own."""
+    signal.signal(signal.SIGTERM, _terminate)
+    code = main()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = code or 1
+    sys.exit(code)

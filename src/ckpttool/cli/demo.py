@@ -1,0 +1,43 @@
+"""``ckpttool demo``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Context, Exit
+
+from ckpttool.cli.options import Color, ColorOption, Force, Json
+
+
+def demo(
+    ctx: Context,
+    folder: Annotated[Path, Argument(help="Where to write the demo.")] = Path("ckpttool-demo"),
+    force: Force = False,
+    json: Json = False,
+    color: ColorOption = Color.auto,
+) -> None:
+    """Write small real checkpoints into a folder and walk through the commands on them.
+
+    Each command line is printed before it runs. The checkpoints were written by torch and megatron-core; nothing but
+    ckpttool is needed to read them. Exit codes: 0 done, 6 the folder exists (--force replaces it).
+    """
+    session = ctx.obj
+    session.begin("demo", json=json, color=color.value)
+    from ckpttool import render
+    from ckpttool.demo import write_demo
+
+    result = write_demo(folder, force=force)
+    if json:
+        sys.stdout.write(render.envelope("demo", ok=True, data=asdict(result), problems=()) + "\n")
+        raise Exit(0)
+    out = session.out
+    for scene in result.scenes:
+        out.print(render.demo_heading(scene.what, shlex.join(("ckpttool", *scene.command))), soft_wrap=True)
+        sys.stdout.flush()
+        if code := session.run([*scene.command, "--color", color.value]):
+            raise Exit(code)
+    out.print(render.demo_end(result.root), soft_wrap=True)

@@ -1,0 +1,56 @@
+"""What one call of the command line shares: how results and errors are shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import CkpttoolError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(slots=True)
+class Session:
+    """The state of one call. Commands set it first, so that errors come out the way results do."""
+
+    command: str = ""
+    json: bool = False
+    debug: bool = False
+    color: str = "auto"
+    run: Callable[[list[str]], int] | None = None
+
+    def begin(self, command: str, *, json: bool, color: str) -> None:
+        """Say which command runs and how it shall speak."""
+        self.command, self.json, self.color = command, json, color
+
+    @property
+    def out(self) -> Console:
+        """The console for results."""
+        from ckpttool import render
+
+        return render.console(sys.stdout, self.color)
+
+    @property
+    def err(self) -> Console:
+        """The console for progress, notes and errors."""
+        from ckpttool import render
+
+        return render.console(sys.stderr, self.color)
+
+    def fail(self, error: CkpttoolError) -> int:
+        """Show an error and return its exit code."""
+        from ckpttool import render
+
+        if self.json:
+            from ckpttool.errors import Problem
+
+            first = Problem(code=error.code, message=error.message, hint=error.hint)
+            sys.stdout.write(
+                render.envelope(self.command, ok=False, data=None, problems=(first, *error.problems)) + "\n"
+            )
+        render.show_error(error, self.err)
+        return error.exit_code

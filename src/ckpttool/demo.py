@@ -1,0 +1,95 @@
+"""Small real checkpoints that ship with the package, set up as two training runs to try the commands on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttool.errors import CannotWrite
+
+DATA = Path(__file__).parent / "demo_data"
+LOST_RANK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One command to run on the demo, and what to see in it."""
+
+    what: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """Where the demo lies and the walk through it."""
+
+    root: str
+    scenes: tuple[Scene, ...]
+
+
+def write_demo(root: Path, *, force: bool = False) -> Demo:
+    """Write the demo's two runs into ``root``, complete or not at all, and return the walk through them.
+
+    Raises :class:`CannotWrite` when ``root`` exists, unless ``force`` replaces it.
+    """
+    if root.exists() and not force:
+        raise CannotWrite(f"{root}: exists already", hint="Name another folder, or replace it with --force.")
+    if root.exists() and not _is_demo(root):
+        raise CannotWrite(f"{root}: is no demo of ckpttool, so --force does not replace it")
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f"{root.name}.partial-", dir=root.parent))
+    except OSError as error:
+        raise CannotWrite(f"{root}: {error.strerror}") from error
+    try:
+        staging.chmod(0o777 & ~_umask())
+        _fill(staging)
+        if root.exists():
+            shutil.rmtree(root)
+        staging.rename(root)
+    except OSError as error:
+        raise CannotWrite(f"{root}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return Demo(str(root), tuple(_scenes(root)))
+
+
+def _is_demo(root: Path) -> bool:
+    return (root / "fsdp-run").is_dir() and (root / "megatron-run").is_dir()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _fill(root: Path) -> None:
+    """An FSDP run whose last save lost a rank, and a Megatron run in verl's layout v1."""
+    run = root / "fsdp-run"
+    for step in (10, 20):
+        _copy(DATA / "fsdp", run / f"global_step_{step}" / "actor")
+    for file in (run / "global_step_20" / "actor").glob(f"*_rank_{LOST_RANK}.pt"):
+        file.unlink()
+    (run / "latest_checkpointed_iteration.txt").write_text("20")
+    run = root / "megatron-run"
+    _copy(DATA / "megatron", run / "global_step_10" / "actor")
+    (run / "latest_checkpointed_iteration.txt").write_text("10")
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=shutil.copyfile)
+
+
+def _scenes(root: Path) -> list[Scene]:
+    fsdp, megatron = root / "fsdp-run", root / "megatron-run"
+    return [
+        Scene("A run: which steps can be used?", ("inspect", str(fsdp))),
+        Scene("The step that is whole", ("inspect", f"{fsdp}/global_step_10/actor")),
+        Scene("The step that is not", ("inspect", f"{fsdp}/global_step_20/actor")),
+        Scene("Megatron, in verl's layout v1", ("inspect", f"{megatron}/global_step_10/actor")),
+        Scene("Some of its tensors", ("inspect", f"{megatron}/global_step_10/actor", "--tensors", "decoder*norm*")),
+    ]

@@ -1,0 +1,310 @@
+"""torch distributed checkpoints, and Megatron's ``torch_dist`` on top of them.
+
+``.metadata`` says which chunk of which tensor lies in which ``.distcp`` file; each chunk is a ``torch.save`` archive
+of its own inside that file. Megatron-Core 0.12 to 0.19 add ``metadata.json`` (written last: a finished save) and
+keep everything that is not sharded in ``common.pt`` (to 0.18) or in the object ``common_state`` (0.19 on).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any
+
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
+from ckpttool.formats import torchzip
+from ckpttool.formats.findings import OTHER_NODES, Findings, listing
+from ckpttool.formats.jsonfile import read_object
+from ckpttool.records import METADATA_NAMES, dtype_name, is_record, shape_of
+from ckpttool.tensors import Index, Piece, Place, TensorInfo, Wrap, tiling_faults
+from ckpttool.unpickle import Record, collector_paused, loads
+
+TORCH_DIST = "torch_dist"
+PLAIN_DCP = "dcp"
+METADATA_FILE = ".metadata"
+BACKEND_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+
+_DATA_FILE = re.compile(r".*__(\d+)_(\d+)\.distcp")
+_MEGATRON_KEY = re.compile(r"(^|\.)(decoder\.layers\.|embedding\.word_embeddings\.)|_extra_state/shard_|^rng_state/")
+_PARTS = (
+    ("common", re.compile(r"common_state/shard_")),
+    ("extra_state", re.compile(r"(.*[./])?_extra_state(/shard_.*)?")),
+    ("rng", re.compile(r"(rng_state|rng_states|rng)([./].*)?")),
+    ("scheduler", re.compile(r"(opt_param_scheduler|lr_scheduler|lr_schedulers|scheduler)([./].*)?")),
+    ("dataloader", re.compile(r"(dataloader|train_dataloader|data_loader)([./].*)?")),
+    ("optimizer", re.compile(r"(chained_\d+\.)?(optimizer|optimizers|optim)([./].*)?")),
+    ("trainer", re.compile(r"(rerun_state_machine_state|train_state|trainer_state|progress|iteration)([./].*)?")),
+    ("adapter", re.compile(r".*(\.adapter\.|lora_[AB]\b|lora_embedding_[AB]\b|lora_magnitude_vector).*")),
+)
+_MCORE_PLAN = "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan"
+_MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpSource:
+    """An opened archive. ``objects`` are pickled values by key; ``common`` is what is not sharded, where readable."""
+
+    root: Path
+    format: str
+    tensors: Mapping[str, TensorInfo]
+    objects: Mapping[str, Place]
+    backend: Mapping[str, Any] | None
+    common: Mapping[str, Any] | None
+    common_kind: str
+    writer: str
+    ranks: int
+    problems: tuple[Problem, ...]
+
+
+def part_of(key: str) -> str:
+    """Say what a key of an archive belongs to: ``model``, ``optimizer``, ``rng``, ``extra_state`` and so on."""
+    return next((part for part, pattern in _PARTS if pattern.fullmatch(key)), "model")
+
+
+def detect(path: Path) -> tuple[str, ...] | None:
+    """Return the evidence for an archive, by file names and ``metadata.json`` alone, or ``None``."""
+    names = os.listdir(path)
+    data = [name for name in names if _DATA_FILE.fullmatch(name)]
+    if METADATA_FILE not in names and not data:
+        return None
+    evidence = [METADATA_FILE] if METADATA_FILE in names else []
+    if data:
+        evidence.append(f"{len(data)} *.distcp")
+    backend = _backend(path)
+    if backend is not None:
+        evidence.append(f"{BACKEND_FILE} ({backend.get('sharded_backend', 'no sharded_backend')})")
+    if COMMON_FILE in names:
+        evidence.append(COMMON_FILE)
+    return tuple(evidence)
+
+
+def open_(path: Path) -> DcpSource:
+    """Open an archive; damage becomes :attr:`DcpSource.problems`, :class:`Refused` is raised."""
+    with collector_paused():
+        return _open(path)
+
+
+def _open(path: Path) -> DcpSource:
+    found = Findings()
+    backend = _backend(path)
+    metadata, names = _metadata(path, found)
+    storage = _storage(metadata)
+    tensors: dict[str, TensorInfo] = {}
+    objects: dict[str, Place] = {}
+    for key, entry in _entries(metadata):
+        if is_record(entry, "TensorStorageMetadata"):
+            tensors[key] = _tensor(key, entry, storage, found)
+        elif (key, None) in storage:
+            objects[key] = storage[key, None]
+        else:
+            found.group("no-bytes", "not in the storage list of .metadata", key)
+    has_mcore_data = metadata is not None and metadata.get("mcore_data") is not None
+    del metadata
+    _check_files(path, storage, found)
+    common, common_kind = _common(path, objects, found)
+    is_megatron = backend is not None or common_kind != "" or any(map(_MEGATRON_KEY.search, (*tensors, *objects)))
+    if is_megatron and backend is None:
+        found.problems.append(_unfinished(path))
+    return DcpSource(
+        root=path,
+        format=TORCH_DIST if is_megatron else PLAIN_DCP,
+        tensors=MappingProxyType(tensors),
+        objects=MappingProxyType(objects),
+        backend=backend,
+        common=common,
+        common_kind=common_kind,
+        writer=_writer(names, has_mcore_data, common_kind) if is_megatron else "",
+        ranks=len({_rank(place.file) for place in storage.values()} - {None}),
+        problems=found.all(),
+    )
+
+
+def _unfinished(path: Path) -> Problem:
+    if not (path / METADATA_FILE).is_file():
+        message = "metadata.json is missing too"
+    else:
+        message = "metadata.json, which Megatron writes last, is missing: the save was interrupted at its end"
+    return Problem(
+        code="not-finalised",
+        path=BACKEND_FILE,
+        message=message,
+        hint="Megatron refuses to load it; take an older step.",
+    )
+
+
+def _backend(path: Path) -> dict[str, Any] | None:
+    if not (path / BACKEND_FILE).is_file():
+        return None
+    try:
+        return read_object(path / BACKEND_FILE)
+    except BrokenCheckpoint:
+        return {}
+
+
+def _metadata(path: Path, found: Findings) -> tuple[Record | None, set[str]]:
+    file = path / METADATA_FILE
+    if not file.is_file():
+        found.problems.append(
+            Problem(
+                code="metadata-missing",
+                path=METADATA_FILE,
+                message=".metadata, the index of the archive, is missing: the save never finished, or it lies elsewhere",
+                hint=OTHER_NODES,
+            )
+        )
+        return None, set()
+    try:
+        data = torchzip.read_range(file, 0, torchzip.file_size(file))
+        metadata, names = loads(data, METADATA_NAMES, where=METADATA_FILE, inert=True)
+    except Refused:
+        raise
+    except CkpttoolError as error:
+        found.of(error, METADATA_FILE)
+        return None, set()
+    if not is_record(metadata, "Metadata", "MCoreMetadata"):
+        found.problems.append(
+            Problem(code="unreadable-pickle", path=METADATA_FILE, message=f".metadata holds {metadata!r}, no index")
+        )
+        return None, names
+    return metadata, names
+
+
+def _entries(metadata: Record | None) -> Iterator[tuple[str, Any]]:
+    entries = metadata.get("state_dict_metadata") if metadata else None
+    yield from ((str(key), entry) for key, entry in entries.items()) if isinstance(entries, dict) else ()
+
+
+def _storage(metadata: Record | None) -> dict[tuple[str, Index | None], Place]:
+    """Return where each (key, chunk offset) lies; the recorded index of a chunk adds nothing and varies."""
+    entries = metadata.get("storage_data") if metadata else None
+    storage: dict[tuple[str, Index | None], Place] = {}
+    for index, info in entries.items() if isinstance(entries, dict) else ():
+        if not is_record(index, "MetadataIndex") or not is_record(info, "_StorageInfo"):
+            raise BrokenCheckpoint(".metadata: its storage list holds something else", code="unreadable-pickle")
+        offset = index.get("offset")
+        start, length = shape_of((info.get("offset"), info.get("length")))
+        place = Place(_inside(info.get("relative_path")), start, length, Wrap.ZIP_ARCHIVE)
+        storage[str(index.get("fqn")), None if offset is None else shape_of(offset)] = place
+    return storage
+
+
+def _inside(name: object) -> str:
+    """Return a relative path that stays in the directory; raises :class:`Refused` for one that leaves it."""
+    if isinstance(name, str) and _DATA_FILE.fullmatch(name) and "/" not in name:
+        return name
+    if not isinstance(name, str) or not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise Refused(
+            f".metadata: names the file {name!r}, outside its directory",
+            hint="Nothing was opened; find out who wrote this checkpoint.",
+        )
+    return name
+
+
+def _tensor(key: str, entry: Record, storage: Mapping[tuple[str, Index | None], Place], found: Findings) -> TensorInfo:
+    properties, chunks = entry.get("properties"), entry.get("chunks")
+    fields = properties.state if is_record(properties, "TensorProperties") else None
+    dtype = fields[0] if isinstance(fields, tuple) and fields else None
+    shape = shape_of(entry.get("size"))
+    pieces: dict[tuple[Index, Index], Piece] = {}
+    for chunk in chunks if isinstance(chunks, list) else ():
+        offset, size = shape_of(chunk.get("offsets")), shape_of(chunk.get("sizes"))
+        place = storage.get((key, offset))
+        if place is None:
+            found.group("no-bytes", "chunks that are not in the storage list of .metadata", key)
+        elif 0 not in size:
+            pieces[offset, size] = Piece(offset, size, place, _rank(place.file))
+    for fault in tiling_faults(shape, pieces):
+        found.group("does-not-tile", fault, key)
+    return TensorInfo(key, dtype_name(dtype), shape, tuple(pieces.values()), (), _chunks_in_words(len(pieces)))
+
+
+def _chunks_in_words(count: int) -> str:
+    return "1 chunk" if count == 1 else f"{count:,} chunks"
+
+
+def _rank(file: str) -> int | None:
+    match = _DATA_FILE.fullmatch(file)
+    return int(match[1]) if match else None
+
+
+def _check_files(path: Path, storage: Mapping[tuple[str, Index | None], Place], found: Findings) -> None:
+    """Hold what ``.metadata`` promises against the files: absent ones, short ones, ones it does not know."""
+    needed: dict[str, int] = defaultdict(int)
+    for place in storage.values():
+        needed[place.file] = max(needed[place.file], place.offset + place.length)
+    missing = []
+    for name, size in sorted(needed.items()):
+        if not (path / name).is_file():
+            missing.append(name)
+            continue
+        has = torchzip.file_size(path / name)
+        if has < size:
+            found.problems.append(
+                Problem(
+                    code="truncated",
+                    path=name,
+                    message=f"{name}: truncated, {has:,} bytes where .metadata needs {size:,}",
+                    hint="Copy the file again from where it was written.",
+                )
+            )
+    if missing:
+        found.problems.append(
+            Problem(
+                code="file-missing",
+                message=f"{len(missing)} of {len(needed)} data files are missing: {listing(missing)}",
+                hint=OTHER_NODES,
+            )
+        )
+    unknown = sorted(name for name in os.listdir(path) if _DATA_FILE.fullmatch(name) and name not in needed)
+    if unknown and needed:
+        found.problems.append(
+            Problem(
+                code="unknown-file",
+                severity="note",
+                message=f"{len(unknown)} data files that .metadata does not name: {listing(unknown)}",
+                hint="They are left over from another save into this directory and are not read.",
+            )
+        )
+
+
+def _common(path: Path, objects: Mapping[str, Place], found: Findings) -> tuple[Mapping[str, Any] | None, str]:
+    """Return what Megatron keeps unsharded, and where it lay. It is a cross-check: unreadable is a note."""
+    place = objects.get(COMMON_OBJECT)
+    if (path / COMMON_FILE).is_file():
+        kind, file, base, length = COMMON_FILE, path / COMMON_FILE, 0, None
+    elif place is not None and (path / place.file).is_file():
+        kind, file, base, length = "common_state", path / place.file, place.offset, place.length
+    else:
+        return None, "common_state" if place is not None else ""
+    try:
+        archive = torchzip.open_archive(file, base, length)
+        value, _ = loads(archive.read("data.pkl"), METADATA_NAMES, where=kind, inert=True)
+    except Refused:
+        raise
+    except CkpttoolError as error:
+        found.problems.append(
+            Problem(code="common-unreadable", path=kind, severity="note", message=error.message, hint=error.hint)
+        )
+        return None, kind
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return (value if isinstance(value, dict) else None), kind
+
+
+def _writer(names: set[str], has_mcore_data: bool, common_kind: str) -> str:
+    """Say which megatron-core wrote the archive, as far as its marks tell."""
+    if common_kind == "common_state":
+        return "megatron-core 0.19 or newer"
+    if _MCORE_METADATA in names:
+        return "megatron-core 0.15"
+    if has_mcore_data:
+        return "megatron-core 0.12 to 0.14"
+    if _MCORE_PLAN in names:
+        return "megatron-core 0.12 to 0.15"
+    return "megatron-core 0.16 to 0.18" if common_kind == COMMON_FILE else ""

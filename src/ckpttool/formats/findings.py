@@ -1,0 +1,52 @@
+"""Problems found while reading a checkpoint, and the words for them that formats share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckpttool.errors import CkpttoolError, Problem
+
+OTHER_NODES = "A multi-node run leaves each node's files on its own disk: copy them all into this directory."
+
+
+@dataclass(slots=True)
+class Findings:
+    """Problems of one checkpoint, gathered so that a thousand tensors of one kind make one line."""
+
+    problems: list[Problem] = field(default_factory=list)
+    grouped: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def of(self, error: CkpttoolError, path: str) -> None:
+        """Record an error as a problem of one file."""
+        self.problems.append(Problem(code=error.code, message=error.message, hint=error.hint, path=path))
+
+    def group(self, code: str, message: str, name: str) -> None:
+        """Record that this is so of one more tensor."""
+        self.grouped[code, message].append(name)
+
+    def all(self) -> tuple[Problem, ...]:
+        """Return everything found."""
+        lines = [
+            Problem(code=code, message=f"{text}: {listing(names)}") for (code, text), names in self.grouped.items()
+        ]
+        return (*self.problems, *lines)
+
+
+def listing(names: Iterable[object], most: int = 8) -> str:
+    """Join names for a message; past ``most`` say how many more there are."""
+    shown = [str(name) for name in names]
+    more = len(shown) - most
+    return ", ".join(shown[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Write sorted ranks as people do: ``0, 3-5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,37 @@
+"""JSON files beside a checkpoint: small, untrusted, sometimes half written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ckpttool.errors import BrokenCheckpoint
+from ckpttool.formats.torchzip import file_size, read_range
+
+MOST = 512 << 20
+"""Bytes of the largest JSON file that we read; the index of a trillion parameters has about 100 MB."""
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; raises :class:`BrokenCheckpoint` naming the file when it is none."""
+    size = file_size(path)
+    if size > MOST:
+        raise BrokenCheckpoint(f"{path.name}: {size:,} bytes of JSON", code="bad-json")
+    return parse_json(read_range(path, 0, size), path.name)
+
+
+def parse_json(raw: bytes, where: str) -> Any:
+    """Return the value of UTF-8 JSON text; nesting beyond Python's limit counts as damage."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpoint(f"{where}: not valid JSON ({error})", code="bad-json") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; raises :class:`BrokenCheckpoint` for any other value."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise BrokenCheckpoint(f"{path.name}: not a JSON object", code="bad-json")
+    return value

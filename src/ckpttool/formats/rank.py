@@ -1,0 +1,127 @@
+"""What one rank's shard file holds of each tensor, from the records that its pickle became."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.errors import BrokenCheckpoint
+from ckpttool.formats.mesh import Mesh, Placement, local_box, read_mesh, read_placement
+from ckpttool.formats.torchzip import TorchZip
+from ckpttool.records import StoredTensor, dtype_name, is_record, shape_of, stored_tensor
+from ckpttool.tensors import DTYPE_BITS, Index, Piece, Place, Wrap, contiguous_strides, extent
+
+PLAIN = "replicated"
+"""How a plain tensor is placed: every rank stores all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank holds of one tensor of this dtype and global shape."""
+
+    dtype: str
+    shape: Index
+    placement: str
+    pieces: list[Piece]
+
+
+class RankReader:
+    """Turn the values of one rank's state dict into what it holds; meshes are shared by most of them."""
+
+    def __init__(self, archive: TorchZip, rank: int) -> None:
+        self.archive = archive
+        self.rank = rank
+        self.meshes: dict[int, Mesh] = {}
+        self.other = 0
+        self._layouts: dict[tuple[int, int], tuple[Mesh, Index, tuple[Placement, ...], str]] = {}
+
+    def held(self, value: Any) -> Held | None:
+        """Return what the rank holds, or ``None`` for a value that is no tensor."""
+        if is_record(value, "_rebuild_from_type_v2") and len(value.args) == 4:
+            kind = getattr(value.args[1], "name", "")
+            if kind == "DTensor":
+                return self._dtensor(value.args[2], value.args[3])
+            if kind == "ShardedTensor":
+                return self._sharded(value.args[3])
+        if not is_record(value, "_rebuild_from_type_v2") and not getattr(value, "name", "").startswith("_rebuild"):
+            self.other += 1
+            return None
+        local = stored_tensor(value)
+        return Held(local.dtype, local.size, PLAIN, [self._piece((0,) * len(local.size), local)])
+
+    def _piece(self, offset: Index, local: StoredTensor) -> Piece:
+        """Place a view in the file, after holding it against the storage that the archive really has."""
+        entry = self.archive.entries.get(f"data/{local.storage}")
+        if entry is None:
+            raise BrokenCheckpoint(f"storage {local.storage} is not in the archive", code="storage-missing")
+        width = DTYPE_BITS[local.dtype] // 8
+        if (local.start + extent(local.size, local.strides)) * width > entry.size or local.storage_bytes > entry.size:
+            raise BrokenCheckpoint("the tensor reaches out of its storage", code="storage-short")
+        strides = None if local.strides == contiguous_strides(local.size) else local.strides
+        place = Place(self.archive.path.name, entry.header, entry.size, Wrap.ZIP_ENTRY, local.start, strides)
+        return Piece(offset, local.size, place, self.rank)
+
+    def _dtensor(self, args: Any, state: Any) -> Held:
+        fields = state[1] if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) else state
+        if not isinstance(args, tuple) or len(args) < 3 or not isinstance(fields, dict):
+            raise BrokenCheckpoint("a DTensor that is not written as torch writes it", code="unreadable-pickle")
+        dtype, shape, spec = dtype_name(args[1]), shape_of(args[2]), fields.get("_spec")
+        if not is_record(spec, "DTensorSpec"):
+            raise BrokenCheckpoint("a DTensor without a spec", code="unreadable-pickle")
+        meta = spec.get("tensor_meta")
+        if is_record(meta, "TensorMeta") and meta.args and shape_of(meta.args[0]) != shape:
+            raise BrokenCheckpoint(f"a DTensor of shape {shape} whose spec says {meta.args[0]}", code="shape-disagrees")
+        mesh, coordinate, placements, words = self._layout(spec.get("mesh"), spec.get("placements"))
+        local = stored_tensor(fields.get("_local_tensor"))
+        offset, size = local_box(shape, mesh.shape, coordinate, placements)
+        if local.size != size and 0 not in (*size, *local.size):
+            raise BrokenCheckpoint(
+                f"holds {list(local.size)} where {words} of {list(shape)} gives {list(size)}",
+                code="shape-disagrees",
+            )
+        return Held(dtype, shape, words, [self._piece(offset, local)])
+
+    def _layout(self, mesh: Any, placements: Any) -> tuple[Mesh, Index, tuple[Placement, ...], str]:
+        key = (id(mesh), id(placements))
+        if key not in self._layouts:
+            self._layouts[key] = self._read_layout(mesh, placements)
+        return self._layouts[key]
+
+    def _read_layout(self, record: Any, placements: Any) -> tuple[Mesh, Index, tuple[Placement, ...], str]:
+        if not isinstance(placements, tuple | list):
+            raise BrokenCheckpoint("a DTensor without placements", code="unreadable-pickle")
+        if id(record) not in self.meshes:
+            self.meshes[id(record)] = read_mesh(record, lambda view: self.archive.read(f"data/{view.storage}"))
+        mesh = self.meshes[id(record)]
+        coordinate = mesh.coordinate(self.rank)
+        recorded = record.get("_coordinate_on_dim")
+        if coordinate is None or (recorded is not None and tuple(recorded) != coordinate):
+            raise BrokenCheckpoint(
+                f"the file is named rank {self.rank}, its tensors were saved by another rank",
+                code="rank-disagrees",
+            )
+        kinds = tuple(map(read_placement, placements))
+        words = ", ".join(f"{p} over {n}={s}" for p, n, s in zip(kinds, mesh.names, mesh.shape, strict=False))
+        return mesh, coordinate, kinds, words
+
+    def _sharded(self, state: Any) -> Held:
+        """Read FSDP1's ``ShardedTensor``: local shards that carry their offsets, and the global metadata."""
+        if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[0], list):
+            raise BrokenCheckpoint("a ShardedTensor that is not written as torch writes it", code="unreadable-pickle")
+        meta = state[1]
+        properties = meta.get("tensor_properties") if is_record(meta, "ShardedTensorMetadata") else None
+        fields = getattr(properties, "state", None)
+        if not isinstance(fields, tuple) or not fields:
+            raise BrokenCheckpoint("a ShardedTensor without metadata", code="unreadable-pickle")
+        dtype, shape = dtype_name(fields[0]), shape_of(meta.get("size"))
+        return Held(dtype, shape, "ShardedTensor", [self._shard(shard) for shard in state[0]])
+
+    def _shard(self, shard: Any) -> Piece:
+        where = shard.get("metadata") if is_record(shard, "Shard") else None
+        if not is_record(where, "ShardMetadata"):
+            raise BrokenCheckpoint("a shard without metadata", code="unreadable-pickle")
+        local = stored_tensor(shard.get("tensor"))
+        offset, size = shape_of(where.get("shard_offsets")), shape_of(where.get("shard_sizes"))
+        if local.size != size:
+            raise BrokenCheckpoint(f"a shard of {local.size} whose metadata says {size}", code="shape-disagrees")
+        return self._piece(offset, local)

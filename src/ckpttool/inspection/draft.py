@@ -1,0 +1,101 @@
+"""A finding in the making: what every kind of checkpoint fills in, and how it becomes an :class:`Inspection`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpttool import layout
+from ckpttool.errors import Problem
+from ckpttool.inspection import summary
+from ckpttool.inspection.result import Content, Inspection, Manifest, Run, State, Suggestion
+from ckpttool.inspection.sections import Section, contents, rows
+from ckpttool.inspection.suggestions import suggest
+from ckpttool.tensors import TensorInfo
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """What has been found so far. ``sections`` come in the order in which model weights are looked for."""
+
+    path: Path
+    kind: str
+    title: str
+    evidence: tuple[str, ...] = ()
+    sections: list[Section] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    contents: list[Content] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    manifest: Manifest | None = None
+    run: Run | None = None
+    state: State | None = None
+    next: tuple[Suggestion, ...] = ()
+
+    def add(self, section: Section) -> None:
+        """Take an opened archive with the problems that it has."""
+        self.sections.append(section)
+        self.problems += under(section.where, section.source.problems)
+
+    def note(self, code: str, message: str, *, path: str = "", hint: str = "") -> None:
+        """Add something worth knowing that makes nothing incomplete."""
+        self.problems.append(Problem(code=code, message=message, path=path, hint=hint, severity="note"))
+
+    def fault(self, code: str, message: str, *, path: str = "", hint: str = "") -> None:
+        """Add something that makes the checkpoint less than whole."""
+        self.problems.append(Problem(code=code, message=message, path=path, hint=hint))
+
+    def finish(self, pattern: str | None = None) -> Inspection:
+        """Count, measure and freeze. ``pattern`` selects the tensors to list."""
+        model = _model_tensors(self.sections)
+        disk, dangling = summary.disk(self.path)
+        problems = (*self.problems, *dangling)
+        faults = [p for p in problems if p.severity == "error"]
+        parts = [content for section in self.sections for content in contents(section)]
+        found = Inspection(
+            path=str(self.path),
+            kind=self.kind,
+            title=self.title,
+            state=self.state or ("incomplete" if faults else "complete"),
+            evidence=self.evidence,
+            problems=problems,
+            step=_step(self.path),
+            role=role_of(self.path),
+            facts=self.facts,
+            parameters=summary.parameters(model) if model else None,
+            dtypes=summary.dtypes(model),
+            disk=disk,
+            contents=(*parts, *self.contents),
+            modules=summary.modules(model) if model else None,
+            manifest=self.manifest,
+            run=self.run,
+            tensors=tuple(rows(self.sections, pattern)) if pattern else (),
+        )
+        return replace(found, next=(*self.next, *suggest(found)))
+
+
+def under(where: str, problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems with their paths told from the directory above."""
+    if not where:
+        return list(problems)
+    return [replace(p, path=f"{where}/{p.path}" if p.path else where) for p in problems]
+
+
+def _model_tensors(sections: list[Section]) -> list[TensorInfo]:
+    """Return the weights, counted once: the first archive that has some; adapters where there is nothing else."""
+    for part in ("model", "adapter"):
+        for section in sections:
+            tensors = section.tensors(part)
+            if tensors:
+                return tensors
+    return []
+
+
+def role_of(path: Path) -> str | None:
+    """Return the role that a directory has by its place in a step, or ``None``."""
+    return path.name if layout.step_of(path.parent.name) is not None and layout.step_of(path.name) is None else None
+
+
+def _step(path: Path) -> int | None:
+    steps = (layout.step_of(name) for name in (path.name, *(p.name for p in list(path.parents)[:3])))
+    return next((step for step in steps if step is not None), None)

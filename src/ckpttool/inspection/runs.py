@@ -1,0 +1,126 @@
+"""Runs and steps: directories of checkpoints, and the tracker that names the latest one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpttool import layout
+from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.formats.torchzip import read_range
+from ckpttool.inspection.draft import Draft, role_of
+from ckpttool.inspection.leaves import add_dataloader, add_lora_meta
+from ckpttool.inspection.result import Inspection, Run, StepRow
+
+TRACKERS = (layout.TRACKER, "latest_ckpt_global_step.txt")
+"""Tracker files: verl and Megatron-LM, SkyRL."""
+
+Look = Callable[[Path], Inspection]
+
+
+def steps(path: Path) -> list[Path]:
+    """Return the step directories of a run, oldest first; ``release`` of Megatron-LM comes first."""
+    found = [(layout.step_of(p.name), p) for p in path.iterdir() if p.is_dir()]
+    numbered = sorted((step, p.name, p) for step, p in found if step is not None)
+    release = [path / "release"] if (path / "release").is_dir() else []
+    return [*release, *(p for _, _, p in numbered)]
+
+
+def tracker(path: Path) -> Path | None:
+    """Return the tracker file of a run, if it has one."""
+    return next((path / name for name in TRACKERS if (path / name).is_file()), None)
+
+
+def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]]) -> Draft:
+    """Describe a run: every role of every step, the tracker, the newest step that is complete."""
+    names = steps(path)
+    kind, title = _run_kind(names)
+    file = tracker(path)
+    evidence = [f"{len(names)} step directories" + (f" ({names[0].name} to {names[-1].name})" if names else "")]
+    if file is not None:
+        evidence.append(file.name)
+    draft = Draft(path=path, kind=kind, title=title, evidence=tuple(evidence))
+    rows = [row for step in names for row in _rows(step, path, look, roles, draft)]
+    latest = _latest_complete(rows)
+    said = read_range(file, 0, 64).decode(errors="replace").strip() if file is not None else None
+    draft.run = Run(tuple(rows), file.name if file is not None else None, said, latest)
+    if file is not None:
+        _check_tracker(draft, file.name, said or "", names, latest)
+    if not names:
+        draft.fault("no-steps", "a tracker file, but no step directory beside it")
+    return draft
+
+
+def _run_kind(names: list[Path]) -> tuple[str, str]:
+    first = names[-1].name if names else ""
+    if first.startswith("global_step"):
+        return "verl-run", "training run (verl and kin)"
+    if first.startswith("iter_") or first == "release":
+        return "megatron-run", "Megatron-LM checkpoint directory"
+    return "run", "training run"
+
+
+def _rows(step: Path, run: Path, look: Look, roles: Callable[[Path], list[Path]], draft: Draft) -> list[StepRow]:
+    """Inspect every role of a step; a step that is a checkpoint itself is one row."""
+    return [_row(path, run, look, draft) for path in roles(step) or [step]]
+
+
+def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
+    where = str(path.relative_to(base))
+    step = layout.step_of(path.name)
+    step = layout.step_of(path.parent.name) if step is None else step
+    found = look(path)
+    reason = _reason(found)
+    if found.faults:
+        first = found.faults[0]
+        draft.problems.append(Problem(code=first.code, message=reason, path=where, hint=first.hint))
+    elif found.state in ("absent", "unknown"):
+        draft.fault(found.state, reason, path=where)
+    size, modified = (found.disk.unique, found.disk.modified) if found.disk else (0, 0.0)
+    return StepRow(step, role_of(path) or "", where, found.title, found.state, reason, size, modified)
+
+
+def _reason(found: Inspection) -> str:
+    """Say in one line why a role is not complete."""
+    more = f" (and {len(found.faults) - 1} more)" if len(found.faults) > 1 else ""
+    return found.faults[0].message + more if found.faults else "" if found.state == "complete" else found.title
+
+
+def _latest_complete(rows: list[StepRow]) -> int | None:
+    """Return the newest step of which no row is less than complete."""
+    broken = {row.step for row in rows if row.state != "complete"}
+    return max((row.step for row in rows if row.step is not None and row.step not in broken), default=None)
+
+
+def _check_tracker(draft: Draft, name: str, said: str, names: list[Path], latest: int | None) -> None:
+    usable = f"the latest complete step is {latest}" if latest is not None else "no step is complete"
+    present = {layout.step_of(p.name) for p in names}
+    if said == "release":
+        return
+    if not said.isascii() or not said.isdigit():
+        draft.fault("tracker-unreadable", f"{name} holds {said!r}, not a step; {usable}", path=name)
+    elif int(said) not in present:
+        draft.fault("tracker-ahead", f"{name} says step {said}, which is not here; {usable}", path=name)
+    elif any(row.step == int(said) and row.state != "complete" for row in (draft.run.rows if draft.run else ())):
+        hint = f"Resume from step {latest} by name." if latest is not None else ""
+        draft.fault("tracker-ahead", f"{name} says step {said}, which is not complete; {usable}", path=name, hint=hint)
+    elif latest is not None and int(said) < latest:
+        draft.note("tracker-behind", f"{name} says step {said}; {usable}", path=name)
+
+
+def inspect_step(path: Path, look: Look, roles: list[Path]) -> Draft:
+    """Describe a step that holds role directories."""
+    draft = Draft(
+        path=path,
+        kind="step",
+        title="training step",
+        evidence=tuple(f"{role.name}/" for role in roles),
+    )
+    rows = [_row(role, path, look, draft) for role in roles]
+    draft.run = Run(tuple(rows), None, None, None)
+    try:
+        add_dataloader(draft)
+    except (CkpttoolError, OSError):
+        draft.note("unreadable", "the dataloader state cannot be read")
+    add_lora_meta(draft)
+    return draft

@@ -1,0 +1,35 @@
+"""The next command to type."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from ckpttool.inspection.result import Inspection, Suggestion
+
+COMMANDS = frozenset({"demo", "inspect"})
+"""The commands that exist; only these are suggested."""
+
+
+def suggest(found: Inspection) -> Iterator[Suggestion]:
+    """Yield what to type after seeing this, most useful first."""
+    if found.run is not None:
+        yield from _after_run(found)
+    elif found.parameters is not None and not found.tensors:
+        yield inspect_command(found.path, "list every tensor", "--tensors")
+
+
+def inspect_command(path: str, why: str, *options: str) -> Suggestion:
+    """Return an ``inspect`` call, quoted for a shell."""
+    return Suggestion(shlex.join(["ckpttool", "inspect", path, *options]), why)
+
+
+def _after_run(found: Inspection) -> Iterator[Suggestion]:
+    rows = found.run.rows if found.run else ()
+    latest = found.run.latest_complete if found.run else None
+    best = [row for row in rows if row.state == "complete" and (latest is None or row.step == latest)]
+    broken = [row for row in rows if row.state != "complete"]
+    for row in best[-1:]:
+        yield inspect_command(f"{found.path}/{row.path}", f"look into the latest complete {row.role or 'checkpoint'}")
+    for row in broken[-1:]:
+        yield inspect_command(f"{found.path}/{row.path}", "see everything that is missing there")

@@ -1,0 +1,197 @@
+"""The opcodes of a pickle, walked without building anything: what C's unpickler must not be trusted with.
+
+Opcodes that no checkpoint has are refused. Every length and memo index is held against the stream, because C's
+unpickler allocates what it is told to; tuples are weighed, because it hashes nested ones without a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckpttool.errors import BrokenCheckpoint, Refused
+
+Check = Callable[[str, str], None]
+
+WEIGHT_LIMIT = 1 << 18
+"""Most elements that a (nested) tuple may have; each level of nesting counts as 64."""
+
+_NESTING = 64
+
+# What each opcode does, by kind; the loop below tries the kinds in the order of their frequency.
+_GET4, _PUSHN, _GET1, _MEMOIZE, _PUSH0, _TUPLE_N, _TO_MARK, _BUILD, _MARK, _CALL = range(10)
+_PUT1, _PUT4, _COUNTED, _TUPLE, _POP1, _POP2, _PERSID, _GLOBAL, _STACK_GLOBAL = range(10, 19)
+_NEWOBJ_EX, _PROTO, _FRAME, _STOP = range(19, 23)
+_KINDS: dict[int, bytes] = {
+    _MEMOIZE: b"\x94",
+    _GET1: b"h",
+    _GET4: b"j",
+    _PUSH0: b"N\x88\x89]})\x8f",  # None, booleans, empty list, dict, tuple and set
+    _MARK: b"(",
+    _BUILD: b"b",
+    _CALL: b"R\x81",  # REDUCE, NEWOBJ
+    _TO_MARK: b"ue\x90",  # SETITEMS, APPENDS, ADDITEMS
+    _TUPLE_N: b"\x85\x86\x87",
+    _PUT1: b"q",
+    _PUT4: b"r",
+    _COUNTED: b"X\x8c\x8dBC\x8e\x8a",  # strings, bytes, LONG1
+    _TUPLE: b"t\x91",  # TUPLE, FROZENSET
+    _PUSHN: b"KMJG",  # BININT1, BININT2, BININT, BINFLOAT
+    _POP1: b"a",  # APPEND
+    _POP2: b"s",  # SETITEM
+    _PERSID: b"Q",
+    _GLOBAL: b"c",
+    _STACK_GLOBAL: b"\x93",
+    _NEWOBJ_EX: b"\x92",
+    _PROTO: b"\x80",
+    _FRAME: b"\x95",
+    _STOP: b".",
+}
+_KIND = [next((kind for kind, ops in _KINDS.items() if op in ops), 99) for op in range(256)]
+_COUNT_BYTES = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8E: 8, 0x8A: 1}
+_PUSHN_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
+# Two idioms of protocol 4 make up most of a large .metadata; each is one step of the loop.
+_NEW_OBJECT = b")\x81\x94}\x94("  # no arguments, NEWOBJ, its state dict, a mark
+_CALL_WITH_TUPLE = b"\x94\x85\x94R\x94"  # after a tuple: the tuple as only argument, REDUCE (torch.Size)
+
+
+def damaged(where: str, why: object) -> BrokenCheckpoint:
+    """Return the error for a pickle that cannot be read."""
+    return BrokenCheckpoint(f"{where}: not a readable pickle ({why})", code="unreadable-pickle")
+
+
+def vet(data: bytes, check: Check, where: str) -> None:
+    """Walk the opcodes of a pickle once and raise unless C's unpickler can be trusted with it.
+
+    ``check(module, name)`` is asked about every name that is spelt out in the stream.
+    The stack holds one number a value: how many elements hashing it may visit. Where this walk and C's unpickler
+    would disagree about the stack (an item taken from below a mark), C's raises; POP, whose meaning depends on
+    marks, is refused.
+    """
+    try:
+        _walk(data, check, where)
+    except (IndexError, UnicodeDecodeError) as error:
+        raise damaged(where, "it ends too early or its stack runs empty") from error
+
+
+def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
+    """One loop, on purpose: the metadata of 1,024 ranks has ten million opcodes."""
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: list[int] = []
+    push, pop, remember = stack.append, stack.pop, memo.append
+    number, kinds, size, at = int.from_bytes, _KIND, len(data), 0
+    while at < size:
+        op = data[at]
+        kind = kinds[op]
+        at += 1
+        if kind == _GET4:
+            push(memo[number(data[at : at + 4], "little")])
+            at += 4
+        elif kind == _PUSHN:
+            push(1)
+            at += _PUSHN_BYTES[op]
+        elif kind == _GET1:
+            push(memo[data[at]])
+            at += 1
+        elif kind == _MEMOIZE:
+            remember(stack[-1])
+        elif kind == _PUSH0:
+            if op == 0x29 and data[at - 1 : at + 5] == _NEW_OBJECT:
+                stack[-1] = 1
+                memo += (1, 1)
+                at += 5
+                push(1)
+                marks.append(len(stack))
+            else:
+                push(1)
+        elif kind == _TUPLE_N:
+            weight = _NESTING + pop()
+            for _ in range(op - 0x85):
+                weight += pop()
+            if data[at : at + 5] == _CALL_WITH_TUPLE:
+                memo += (weight, weight, weight)
+                at += 5
+                stack[-1] = weight
+            else:
+                push(weight)
+            if weight > WEIGHT_LIMIT:
+                raise damaged(where, "a tuple is nested or filled beyond reason")
+        elif kind == _TO_MARK:
+            del stack[marks.pop() :]
+        elif kind == _MARK:
+            marks.append(len(stack))
+        elif kind == _BUILD:
+            pop()
+        elif kind == _CALL:
+            weight = pop()
+            stack[-1] = weight
+        elif kind == _PUT1:
+            _put(memo, data[at], stack[-1], where)
+            at += 1
+        elif kind == _PUT4:
+            _put(memo, number(data[at : at + 4], "little"), stack[-1], where)
+            at += 4
+        elif kind == _COUNTED:
+            width = _COUNT_BYTES[op]
+            at += width + number(data[at : at + width], "little")
+            push(1)
+        elif kind == _TUPLE:
+            start = marks.pop()
+            weight = _NESTING + sum(stack[start:])
+            stack[start:] = (weight,)
+            if weight > WEIGHT_LIMIT:
+                raise damaged(where, "a tuple is nested or filled beyond reason")
+        elif kind == _POP1:
+            pop()
+        elif kind == _POP2:
+            pop()
+            pop()
+        elif kind == _PERSID:
+            stack[-1] = 1
+        elif kind == _GLOBAL:
+            at = _vet_global(data, at, check, where)
+            push(1)
+        elif kind == _STACK_GLOBAL:  # find_class checks the names
+            pop()
+            stack[-1] = 1
+        elif kind == _NEWOBJ_EX:
+            pop()
+            weight = pop()
+            stack[-1] = weight
+        elif kind == _PROTO:
+            at += 1
+        elif kind == _FRAME:
+            if number(data[at : at + 8], "little") > size - at:
+                break
+            at += 8
+        elif kind == _STOP:
+            return
+        else:
+            raise Refused(
+                f"{where}: the pickle has the opcode {_opcode_name(op)}, which no checkpoint needs",
+                hint="Nothing was run; find out who wrote this file.",
+            )
+    raise IndexError
+
+
+def _put(memo: list[int], index: int, weight: int, where: str) -> None:
+    """Picklers number their memo in sequence; C's unpickler would grow its own to any index."""
+    if index > len(memo):
+        raise damaged(where, f"memo index {index} out of sequence")
+    memo[index : index + 1] = [weight]
+
+
+def _vet_global(data: bytes, at: int, check: Check, where: str) -> int:
+    lines = data[at : at + 1024].split(b"\n", 2)
+    if len(lines) < 3:
+        raise IndexError
+    module, name = lines[0].decode(), lines[1].decode()
+    check(module, name)
+    return at + len(lines[0]) + len(lines[1]) + 2
+
+
+def _opcode_name(op: int) -> str:
+    import pickletools
+
+    known = pickletools.code2op.get(chr(op))  # type: ignore[attr-defined]
+    return known.name if known else hex(op)

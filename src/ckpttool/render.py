@@ -1,0 +1,340 @@
+"""Results for people (rich) and for programs (JSON). The only file that imports rich, and it sees only results."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import IO, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.inspection.result import Content, Disk, Inspection, Manifest, Module, Run, State, TensorRow
+
+ENVELOPE_VERSION = 1
+PIPED_WIDTH = 120
+BAR = 20
+MODULES_SHOWN = 24
+
+_STATE_STYLES: Mapping[State, str] = {
+    "complete": "bold green",
+    "incomplete": "bold red",
+    "absent": "bold yellow",
+    "not opened": "bold yellow",
+    "unknown": "bold yellow",
+}
+
+
+def console(file: IO[str] | None = None, color: str = "auto") -> Console:
+    """Return a console for data (stdout by default) that never cuts a line short when it is piped."""
+    file = file or sys.stdout
+    piped = not file.isatty()
+    width = PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
+    return Console(
+        file=file,
+        width=width,
+        highlight=False,
+        soft_wrap=False,
+        force_terminal=True if color == "always" else None,
+        no_color=True if color == "never" else None,
+        color_system=None if color == "never" else "auto",
+    )
+
+
+def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) -> str:
+    """Return the one JSON object that a command prints with ``--json``."""
+    body = {
+        "ckpttool": ENVELOPE_VERSION,
+        "command": command,
+        "ok": ok,
+        "data": data,
+        "problems": [asdict(problem) for problem in problems],
+    }
+    return json.dumps(body, indent=2, ensure_ascii=True)
+
+
+def show_error(error: CkpttoolError, out: Console) -> None:
+    """Print one line of fact and one of hint."""
+    out.print(Text("error: ", "bold red") + Text(clean(error.message)), soft_wrap=True)
+    if error.hint:
+        out.print(Text("hint:  ", "bold") + Text(clean(error.hint, lines=True)), soft_wrap=True)
+    for problem in error.problems:
+        out.print(_problem(problem))
+
+
+def clean(text: str, *, lines: bool = False) -> str:
+    """Escape what could move the cursor or colour the terminal: names come from untrusted files."""
+    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+
+
+def size(count: float) -> str:
+    """Write bytes in decimal units: ``1.23 GB``."""
+    return f"{count:.0f} B" if count < 1000 else _scaled(count, ("KB", "MB", "GB", "TB", "PB"))
+
+
+def number(count: int) -> str:
+    """Write a count of parameters: ``1.54 B``; small ones in full."""
+    return f"{count:,}" if count < 1_000_000 else _scaled(count / 1000, ("M", "B", "T"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    for unit in units:
+        count /= 1000
+        if count < 999.5 or unit == units[-1]:
+            break
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
+
+
+def age(modified: float) -> str:
+    """Write how long ago a file was changed."""
+    seconds = max(0.0, time.time() - modified)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def show_inspection(found: Inspection, out: Console, *, quiet: bool = False, listing: bool = False) -> None:
+    """Print an inspection; ``listing`` replaces all but the verdict by the list of tensors."""
+    out.print(_verdict(found))
+    if quiet:
+        return
+    if listing:
+        _show_tensors(found.tensors, out)
+    else:
+        for title, body in _blocks(found):
+            out.print()
+            if title:
+                out.print(Text(title, "bold"))
+            out.print(Padding(body, (0, 0, 0, 2), expand=False))
+    if found.problems:
+        _show_problems(found.problems, out)
+    _show_next(found, out)
+
+
+def _verdict(found: Inspection) -> Text:
+    text = Text(clean(found.title) or "file", "bold")
+    if found.kind != "file" or found.state != "complete":
+        text += Text(": ") + Text(found.state, _STATE_STYLES[found.state])
+    return text + Text(f"\n{clean(found.path)}", "dim")
+
+
+def _blocks(found: Inspection) -> Iterable[tuple[str, RenderableType]]:
+    yield "", _facts(found)
+    if found.run is not None and found.run.rows:
+        yield "Steps", _run_table(found.run)
+    if found.contents:
+        yield "Contents", _contents(found.contents)
+    if found.modules is not None and found.parameters:
+        yield "Modules", _modules(found.modules)
+    if found.manifest is not None:
+        yield "Manifest", _manifest(found.manifest)
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _facts(found: Inspection) -> Table:
+    grid = _grid()
+    facts: dict[str, str] = {}
+    if found.step is not None:
+        facts["step"] = f"{found.step:,}"
+    if found.role is not None:
+        facts["role"] = found.role
+    facts.update(found.facts)
+    if found.parameters is not None:
+        facts["parameters"] = _parameters(found)
+    if found.disk is not None and found.kind != "file":
+        facts["on disk"] = _disk(found.disk)
+        for shared in found.disk.shared:
+            how = "symbolic links" if shared.symbolic else "hard links"
+            facts[f"shared by {how}"] = f"{', '.join(shared.trees)}: {shared.files} files, {size(shared.bytes)}"
+    if found.run is not None and found.run.tracker_file is not None:
+        facts["tracker"] = f"{found.run.tracker} ({found.run.tracker_file})"
+    if found.run is not None and found.run.latest_complete is not None:
+        facts["latest complete"] = f"step {found.run.latest_complete}"
+    if found.evidence:
+        facts["evidence"] = "; ".join(found.evidence)
+    for name, value in facts.items():
+        grid.add_row(clean(name), Text(clean(value)))
+    return grid
+
+
+def _parameters(found: Inspection) -> str:
+    total = sum(use.bytes for use in found.dtypes)
+    uses = [f"{use.dtype} {_share(use.bytes, total)}" for use in found.dtypes]
+    tensors = sum(use.tensors for use in found.dtypes)
+    return f"{number(found.parameters or 0)} in {tensors:,} tensors, {size(total)} ({', '.join(uses)})"
+
+
+def _share(part: int, whole: int) -> str:
+    percent = 100 * part / whole if whole else 0
+    return "<1%" if 0 < percent < 1 else f"{percent:.0f}%"
+
+
+def _disk(disk: Disk) -> str:
+    once = f", {size(disk.unique)} counting linked files once" if disk.unique != disk.apparent else ""
+    return f"{size(disk.apparent)} in {disk.files:,} files{once}"
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _run_table(run: Run) -> Table:
+    table = _table("step", "role", "kind", "state", "size", "age", right=("step", "size", "age"))
+    for row in run.rows:
+        table.add_row(
+            clean(row.path.partition("/")[0]) if row.step is None else f"{row.step:,}",
+            clean(row.role) or "-",
+            clean(row.title),
+            Text(row.state, _STATE_STYLES[row.state]),
+            size(row.bytes),
+            age(row.modified) if row.modified else "-",
+        )
+    return table
+
+
+def _contents(contents: Sequence[Content]) -> Table:
+    table = _table("what", "where", "tensors", "parameters", "bytes", "how", right=("tensors", "parameters", "bytes"))
+    for item in contents:
+        table.add_row(
+            item.name,
+            Text(clean(item.where) or "."),
+            f"{item.tensors:,}" if item.tensors else "",
+            number(item.parameters) if item.parameters else "",
+            size(item.bytes) if item.bytes else "",
+            Text(clean(item.detail)),
+        )
+    return table
+
+
+def _modules(root: Module) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "left", "right", "right", "right"):
+        table.add_column(justify=justify, no_wrap=justify == "right", overflow="fold")
+    lines = list(_module_lines(root, 0))
+    for depth, module in lines[:MODULES_SHOWN]:
+        share = module.bytes / root.bytes if root.bytes else 0
+        table.add_row(
+            Text("  " * depth + clean(module.name)),
+            Text(_bar(share), "blue"),
+            _share(module.bytes, root.bytes),
+            number(module.parameters),
+            size(module.bytes),
+        )
+    if len(lines) > MODULES_SHOWN:
+        table.add_row(f"and {len(lines) - MODULES_SHOWN} more modules")
+    return table
+
+
+def _module_lines(module: Module, depth: int) -> Iterable[tuple[int, Module]]:
+    for child in module.children:
+        yield depth, child
+        if not (len(child.children) == 1 and not child.children[0].children):
+            yield from _module_lines(child, depth + 1)
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * BAR * 8)
+    if not _unicode():
+        return "#" * round(share * BAR)
+    return "█" * (eighths // 8) + ("" if eighths % 8 == 0 else "▏▎▍▌▋▊▉"[eighths % 8 - 1])
+
+
+def _unicode() -> bool:
+    return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
+
+
+def _manifest(manifest: Manifest) -> RenderableType:
+    grid = _grid()
+    grid.add_row("schema", str(manifest.schema_version))
+    grid.add_row("save contents", Text(clean(", ".join(manifest.save_contents))))
+    if manifest.backend:
+        grid.add_row("backend", Text(clean(", ".join(f"{k} {v}".lower() for k, v in manifest.backend.items()))))
+    table = _table("tree", "holds", "format", "written by", "on disk")
+    for tree in manifest.trees:
+        table.add_row(
+            clean(tree.path),
+            tree.holds,
+            tree.format,
+            tree.backend,
+            Text("there", "green") if tree.found else Text("missing", "bold red"),
+        )
+    return Group(grid, table) if manifest.trees else grid
+
+
+def _show_tensors(rows: Sequence[TensorRow], out: Console) -> None:
+    """Print one line a tensor, uncut: this is what people grep."""
+    lines = [
+        (
+            clean(row.name),
+            row.dtype,
+            "[" + ", ".join(map(str, row.shape)) + "]",
+            f"{row.bytes:,}",
+            clean(f"{row.where}: {row.placement}" if row.where else row.placement),
+        )
+        for row in rows
+    ]
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
+    out.print()
+    for name, dtype, shape, count, placement in lines:
+        text = f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}  {placement}"
+        out.print(Text(text), soft_wrap=True)
+    if not lines:
+        out.print("no tensor has such a name")
+
+
+def _show_problems(problems: Sequence[Problem], out: Console) -> None:
+    faults = sum(problem.severity == "error" for problem in problems)
+    notes = len(problems) - faults
+    counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((faults, "problem"), (notes, "note")) if n]
+    out.print()
+    out.print(Text(" and ".join(counts).capitalize(), "bold"))
+    for problem in sorted(problems, key=lambda p: p.severity != "error"):
+        out.print(Padding(_problem(problem), (0, 0, 0, 2), expand=False))
+
+
+def _problem(problem: Problem) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    where = "" if not problem.path or problem.path in problem.message else f"{problem.path}: "
+    mark = Text("!", "bold red") if problem.severity == "error" else Text("-", "yellow")
+    grid.add_row(mark, Text(clean(where + problem.message)))
+    if problem.hint:
+        grid.add_row("", Text(clean(problem.hint), "dim"))
+    return grid
+
+
+def _show_next(found: Inspection, out: Console) -> None:
+    if not found.next:
+        return
+    out.print()
+    out.print(Text("Next", "bold"))
+    for suggestion in found.next:
+        out.print(Text(f"  {clean(suggestion.command)}") + Text(f"  # {suggestion.why}", "dim"), soft_wrap=True)
+
+
+def demo_heading(what: str, command: str) -> Text:
+    """Return the heading of a scene and the command line that runs next."""
+    return Text(f"\n# {what}\n", "bold magenta") + Text(f"$ {clean(command)}\n", "bold")
+
+
+def demo_end(root: str) -> Text:
+    """Return the last words of the demo."""
+    return Text(f"\nThe checkpoints stay in {clean(root)}; try more on them: ckpttool inspect --help\n")

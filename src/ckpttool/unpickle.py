@@ -1,0 +1,239 @@
+"""Read a pickle as data: nothing that it names is imported, nothing that it asks for is called.
+
+Three gates, in this order:
+
+1. :func:`vet` walks the opcodes once, without building anything. Opcodes that no torch pickle has are refused;
+   every length, memo index and nesting is held against the size of the file, because C's unpickler allocates
+   what the stream tells it to and hashes nested tuples without a bound.
+2. ``find_class`` knows exact ``(module, name)`` pairs. Each becomes a :class:`Record` class of our own, or one of
+   the few functions in ``SPECIAL``. With ``inert=True`` (``.metadata``, ``common.pt``) other names become records
+   too, unless their module can act: those are refused by name.
+3. Records refuse to have their class patched, so a stream cannot reach across to the next one.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from ckpttool.errors import Refused
+from ckpttool.opcodes import damaged, vet
+
+
+class Record:
+    """An object of the pickle, kept as its class name, constructor arguments and state."""
+
+    __slots__ = ("args", "state")
+    module: ClassVar[str] = ""
+    name: ClassVar[str] = ""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+        """Keep positional arguments; keyword arguments carry nothing that we read."""
+        self = object.__new__(cls)
+        self.args = args
+        self.state = None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Take a dict, or the (dict, slots) pair that classes with ``__slots__`` write."""
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = state[1] if not isinstance(state[0], dict) else {**state[0], **state[1]}
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Dict subclasses fill themselves this way; what an unknown class holds is not kept."""
+
+    def append(self, item: Any) -> None:
+        """List subclasses fill themselves this way; what an unknown class holds is not kept."""
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return a field of the state, or the default where there is no such field."""
+        return self.state.get(field, default) if isinstance(self.state, dict) else default
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.name}>"
+
+
+class Plain(dict[Any, Any]):
+    """A dict subclass of the pickle (``OrderedDict``), as a dict; attributes such as ``_metadata`` are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Drop instance attributes: they would shadow the methods of a dict."""
+
+
+class _Function:
+    """A callable that a stream may call, and cannot patch."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a pickle may not set the state of a function")
+
+
+def _size(dims: Any = ()) -> tuple[int, ...]:
+    if not isinstance(dims, tuple) or not all(type(n) is int and 0 <= n < 1 << 63 for n in dims):
+        raise pickle.UnpicklingError("torch.Size of something that is no shape")
+    return tuple(dims)
+
+
+def _getattr(owner: Any, attribute: Any) -> type[Record]:
+    """Stand in for ``getattr`` of a nested class, as ``ShardedTensor`` pickles write it: a name, no lookup."""
+    if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(attribute, str)):
+        raise Refused(f"the pickle asks for attribute {attribute!r} of {owner!r}")
+    return record_class(f"{owner.module}.{owner.name}", attribute)
+
+
+def _set(items: Any = ()) -> frozenset[Any]:
+    return frozenset(items) if isinstance(items, list | tuple) else frozenset()
+
+
+SPECIAL: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): _Function(_size),
+    ("collections", "OrderedDict"): Plain,
+    ("builtins", "getattr"): _Function(_getattr),
+    ("builtins", "set"): _Function(_set),
+    ("builtins", "frozenset"): _Function(_set),
+}
+
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 speaks Python 2
+
+_PLAIN_STDLIB = frozenset(
+    {
+        "argparse.Namespace",
+        "builtins.bytearray",
+        "builtins.complex",
+        "builtins.dict",
+        "builtins.float",
+        "builtins.int",
+        "builtins.list",
+        "builtins.object",
+        "builtins.range",
+        "builtins.slice",
+        "builtins.str",
+        "builtins.tuple",
+        "builtins.type",
+        "_codecs.encode",
+        "copyreg._reconstructor",
+        "functools.partial",
+        "random.Random",
+        "types.SimpleNamespace",
+    }
+)
+_PLAIN_STDLIB_MODULES = frozenset(
+    {"collections", "dataclasses", "datetime", "decimal", "enum", "fractions", "pathlib", "pathlib._local"}
+    | {"signal", "typing", "uuid", "zoneinfo"}
+)
+_ACTING = ("pip", "setuptools", "cloudpickle", "dill", "IPython", "numpy.testing", "numpy.f2py")
+_ACTING_TORCH = ("torch.hub", "torch.utils.cpp_extension", "torch.utils.collect_env", "torch.multiprocessing")
+
+
+def can_act(module: str, name: str) -> bool:
+    """Tell whether something of this name could do harm if a careless reader called it.
+
+    The standard library counts as able to act, but for plain data; unknown libraries do not, because here
+    they become inert records anyway.
+    """
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names or root in _RENAMED or root in ("nt", "posix"):
+        return f"{module}.{name}" not in _PLAIN_STDLIB and module not in _PLAIN_STDLIB_MODULES
+    return any(module == m or module.startswith(m + ".") for m in (*_ACTING, *_ACTING_TORCH)) or (
+        module in ("torch", "torch.serialization", "torch.jit") and name in ("load", "compile", "script")
+    )
+
+
+_classes: dict[tuple[str, str], type[Record]] = {}
+
+
+def record_class(module: str, name: str) -> type[Record]:
+    """Return the record class that stands for ``module.name``."""
+    key = (module, name)
+    if key not in _classes:
+        _classes[key] = type("Record", (Record,), {"__slots__": (), "module": module, "name": name})
+    return _classes[key]
+
+
+class _Unpickler(pickle.Unpickler):
+    """C's unpickler with our ``find_class``; the base class's own is never reached."""
+
+    def __init__(self, data: bytes, allowed: Collection[tuple[str, str]], *, inert: bool, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed
+        self._inert = inert
+        self._where = where
+        self.globals: set[str] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = _RENAMED.get(module, module)
+        self.globals.add(f"{module}.{name}")
+        check_name(module, name, self._allowed, inert=self._inert, where=self._where)
+        return SPECIAL.get((module, name)) or record_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Keep torch's ``("storage", type, key, device, numel)`` as it is; the format's reader checks it."""
+        return record_class("torch", "persistent id")(pid)
+
+
+def check_name(module: str, name: str, allowed: Collection[tuple[str, str]], *, inert: bool, where: str) -> None:
+    """Raise :class:`Refused` unless a stream may name ``module.name``."""
+    module = _RENAMED.get(module, module)
+    if (module, name) in allowed:
+        return
+    if can_act(module, name):
+        raise Refused(
+            f"{where}: the pickle calls for {module}.{name}, which can run code",
+            hint="Do not open this file with torch.load; find out who wrote it.",
+        )
+    if not inert:
+        raise Refused(
+            f"{where}: the pickle calls for {module}.{name}, which is not part of a checkpoint shard",
+            hint="Nothing was run. If a trainer you trust writes this, please report it.",
+        )
+
+
+def loads(
+    data: bytes, allowed: Collection[tuple[str, str]], *, where: str, inert: bool = False
+) -> tuple[Any, set[str]]:
+    """Return the pickle's object made of records and plain data, and the dotted names that it used.
+
+    Raises :class:`Refused` for a name or an opcode outside the allow-list, :class:`BrokenCheckpoint` for a stream
+    that is damaged or asks for more than its size can justify.
+    """
+    vet(data, lambda module, name: check_name(module, name, allowed, inert=inert, where=where), where)
+    unpickler = _Unpickler(data, allowed, inert=inert, where=where)
+    try:
+        with collector_paused():
+            return unpickler.load(), unpickler.globals
+    except Refused:
+        raise
+    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError) as error:
+        raise damaged(where, error) from error
+    except (ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise damaged(where, error) from error
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Millions of small objects make the cycle collector run in vain: five times the time, here."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

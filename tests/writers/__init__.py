@@ -1,0 +1,1 @@
+"""Programs that write the test checkpoints with the real libraries, one forked process a rank."""
