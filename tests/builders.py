@@ -35,6 +35,8 @@ def megatron_checkpoints(cache: Path) -> Path:
 
 def demo(out: Path) -> None:
     """The compact pair that ships inside the package: `OUT/fsdp` and `OUT/megatron`."""
+    if out.exists():
+        raise FileExistsError(f"{out}: remove it first")
     build(out, "demo")
 
 

@@ -50,14 +50,27 @@ def test_the_cache_follows_the_writers(tmp_path: Path, monkeypatch: pytest.Monke
     assert built == ["fsdp", "fsdp"]
 
 
-def test_the_demo_is_small(tmp_path: Path) -> None:
-    builders.demo(tmp_path / "demo")
-    files = [path for path in (tmp_path / "demo").rglob("*") if path.is_file()]
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parent") / "demo"
+    builders.demo(folder)
+    return folder
+
+
+def test_the_demo_is_small(demo: Path) -> None:
+    files = [path for path in demo.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 500_000
-    assert {path.parent.relative_to(tmp_path / "demo").parts[0] for path in files} == {"fsdp", "megatron"}
-    assert len(shards(tmp_path / "demo/fsdp")) == 4
-    keys = read_metadata(tmp_path / "demo/megatron/dist_ckpt").state_dict_metadata
+    assert {path.relative_to(demo).parts[0] for path in files} == {"fsdp", "megatron"}
+    assert len(shards(demo / "fsdp")) == 4
+    keys = read_metadata(demo / "megatron/dist_ckpt").state_dict_metadata
     assert {part_of(key) for key in keys} == {"model", "optimizer", "rng_state"}
+    with pytest.raises(FileExistsError, match="remove it first"):
+        builders.demo(demo)
+
+
+def test_the_demo_names_no_path_of_this_machine(demo: Path) -> None:
+    for path in demo.rglob("*"):
+        assert path.is_dir() or str(demo.parent).encode() not in path.read_bytes()
 
 
 # Runs and damage

@@ -17,10 +17,10 @@ WEIGHT_LIMIT = 1 << 18
 
 _NESTING = 64
 
-# What each opcode does, by kind; the loop below tries the kinds in the order of their frequency.
-_GET4, _PUSHN, _GET1, _MEMOIZE, _PUSH0, _TUPLE_N, _TO_MARK, _BUILD, _MARK, _CALL = range(10)
-_PUT1, _PUT4, _COUNTED, _TUPLE, _POP1, _POP2, _PERSID, _GLOBAL, _STACK_GLOBAL = range(10, 19)
-_NEWOBJ_EX, _PROTO, _FRAME, _STOP = range(19, 23)
+# What each opcode does, by kind: the frequent ones first, because the loop below asks in this order.
+_GET4, _PUSHN, _GET1, _MEMOIZE, _PUSH0, _TUPLE_N = range(6)
+_TO_MARK, _BUILD, _MARK, _CALL, _PUT1, _COUNTED, _TUPLE, _GLOBAL = range(6, 14)
+_POP1, _POP2, _PERSID, _STACK_GLOBAL, _NEWOBJ_EX, _PROTO, _FRAME, _STOP = range(14, 22)
 _KINDS: dict[int, bytes] = {
     _MEMOIZE: b"\x94",
     _GET1: b"h",
@@ -32,7 +32,6 @@ _KINDS: dict[int, bytes] = {
     _TO_MARK: b"ue\x90",  # SETITEMS, APPENDS, ADDITEMS
     _TUPLE_N: b"\x85\x86\x87",
     _PUT1: b"q",
-    _PUT4: b"r",
     _COUNTED: b"X\x8c\x8dBC\x8e\x8a",  # strings, bytes, LONG1
     _TUPLE: b"t\x91",  # TUPLE, FROZENSET
     _PUSHN: b"KMJG",  # BININT1, BININT2, BININT, BINFLOAT
@@ -82,65 +81,75 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
     number, kinds, size, at = int.from_bytes, _KIND, len(data), 0
     while at < size:
         op = data[at]
-        kind = kinds[op]
         at += 1
-        if kind == _GET4:
-            push(memo[number(data[at : at + 4], "little")])
+        if op == 0x72:  # LONG_BINPUT: protocol 2 has one after almost every other opcode
+            index = number(data[at : at + 4], "little")
             at += 4
-        elif kind == _PUSHN:
-            push(1)
-            at += _PUSHN_BYTES[op]
-        elif kind == _GET1:
-            push(memo[data[at]])
-            at += 1
-        elif kind == _MEMOIZE:
-            remember(stack[-1])
-        elif kind == _PUSH0:
-            if op == 0x29 and data[at - 1 : at + 5] == _NEW_OBJECT:
-                stack[-1] = 1
-                memo += (1, 1)
-                at += 5
+            if index == len(memo):
+                remember(stack[-1])
+            else:
+                _put(memo, index, stack[-1], where)
+            continue
+        kind = kinds[op]
+        if kind < _TO_MARK:
+            if kind == _GET4:
+                push(memo[number(data[at : at + 4], "little")])
+                at += 4
+            elif kind == _PUSHN:
                 push(1)
+                at += _PUSHN_BYTES[op]
+            elif kind == _GET1:
+                push(memo[data[at]])
+                at += 1
+            elif kind == _MEMOIZE:
+                remember(stack[-1])
+            elif kind == _PUSH0:
+                if op == 0x29 and data[at - 1 : at + 5] == _NEW_OBJECT:
+                    stack[-1] = 1
+                    memo += (1, 1)
+                    at += 5
+                    push(1)
+                    marks.append(len(stack))
+                else:
+                    push(1)
+            else:  # TUPLE_N
+                weight = _NESTING + pop()
+                for _ in range(op - 0x85):
+                    weight += pop()
+                if data[at : at + 5] == _CALL_WITH_TUPLE:
+                    memo += (weight, weight, weight)
+                    at += 5
+                    stack[-1] = weight
+                else:
+                    push(weight)
+                if weight > WEIGHT_LIMIT:
+                    raise damaged(where, "a tuple is nested or filled beyond reason")
+        elif kind < _POP1:
+            if kind == _TO_MARK:
+                del stack[marks.pop() :]
+            elif kind == _BUILD:
+                pop()
+            elif kind == _MARK:
                 marks.append(len(stack))
-            else:
-                push(1)
-        elif kind == _TUPLE_N:
-            weight = _NESTING + pop()
-            for _ in range(op - 0x85):
-                weight += pop()
-            if data[at : at + 5] == _CALL_WITH_TUPLE:
-                memo += (weight, weight, weight)
-                at += 5
+            elif kind == _CALL:
+                weight = pop()
                 stack[-1] = weight
-            else:
-                push(weight)
-            if weight > WEIGHT_LIMIT:
-                raise damaged(where, "a tuple is nested or filled beyond reason")
-        elif kind == _TO_MARK:
-            del stack[marks.pop() :]
-        elif kind == _MARK:
-            marks.append(len(stack))
-        elif kind == _BUILD:
-            pop()
-        elif kind == _CALL:
-            weight = pop()
-            stack[-1] = weight
-        elif kind == _PUT1:
-            _put(memo, data[at], stack[-1], where)
-            at += 1
-        elif kind == _PUT4:
-            _put(memo, number(data[at : at + 4], "little"), stack[-1], where)
-            at += 4
-        elif kind == _COUNTED:
-            width = _COUNT_BYTES[op]
-            at += width + number(data[at : at + width], "little")
-            push(1)
-        elif kind == _TUPLE:
-            start = marks.pop()
-            weight = _NESTING + sum(stack[start:])
-            stack[start:] = (weight,)
-            if weight > WEIGHT_LIMIT:
-                raise damaged(where, "a tuple is nested or filled beyond reason")
+            elif kind == _PUT1:
+                _put(memo, data[at], stack[-1], where)
+                at += 1
+            elif kind == _COUNTED:
+                width = _COUNT_BYTES[op]
+                at += width + number(data[at : at + width], "little")
+                push(1)
+            elif kind == _TUPLE:
+                start = marks.pop()
+                weight = _NESTING + sum(stack[start:])
+                stack[start:] = (weight,)
+                if weight > WEIGHT_LIMIT:
+                    raise damaged(where, "a tuple is nested or filled beyond reason")
+            else:  # GLOBAL
+                at = _vet_global(data, at, check, where)
+                push(1)
         elif kind == _POP1:
             pop()
         elif kind == _POP2:
@@ -148,9 +157,6 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
             pop()
         elif kind == _PERSID:
             stack[-1] = 1
-        elif kind == _GLOBAL:
-            at = _vet_global(data, at, check, where)
-            push(1)
         elif kind == _STACK_GLOBAL:  # find_class checks the names
             pop()
             stack[-1] = 1

@@ -7,6 +7,7 @@ shards written on CUDA or NPU machines read the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 from ckpttool.errors import BrokenCheckpoint
@@ -126,10 +127,18 @@ def is_record(value: object, *names: str) -> TypeGuard[Record]:
     return isinstance(value, Record) and value.name in names
 
 
+@lru_cache(maxsize=1 << 14)
+def _is_shape(*sizes: object) -> bool:
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in sizes)
+
+
 def shape_of(value: object) -> Index:
     """Return a shape, given as a tuple or list of sizes; raises :class:`BrokenCheckpoint` for anything else."""
-    if isinstance(value, tuple | list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value):
-        return tuple(value)
+    try:
+        if isinstance(value, tuple | list) and _is_shape(*value):
+            return tuple(value)
+    except TypeError:  # an unhashable size
+        pass
     raise BrokenCheckpoint(f"{value!r} stands where a shape should", code="unreadable-pickle")
 
 
@@ -171,7 +180,7 @@ def _storage(value: Any) -> tuple[str, str, int]:
     pid = value.args[0] if is_record(value, "persistent id") else None
     if isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage":
         _, kind, key, _, count = pid
-        if isinstance(kind, type) and issubclass(kind, Record) and type(key) is str and type(count) is int:
-            if count >= 0:
-                return kind.name, key, count
+        named = isinstance(kind, type) and issubclass(kind, Record) and type(key) is str
+        if named and type(count) is int and count >= 0:
+            return kind.name, key, count
     raise BrokenCheckpoint("a tensor without a storage", code="unreadable-pickle")

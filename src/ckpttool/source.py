@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpttool.errors import NotACheckpoint, Problem
-from ckpttool.formats import dcp, fsdp, hf
-from ckpttool.tensors import TensorInfo
+from ckpttool.tensors import Place, TensorInfo
 
 
 class Source(Protocol):
@@ -27,8 +26,19 @@ class Source(Protocol):
         """Every logical tensor by name."""
 
     @property
+    def objects(self) -> Mapping[str, Place]:
+        """Pickled values that are no tensors, by key; only distributed archives have some."""
+
+    @property
+    def unsharded(self) -> Mapping[str, Any] | None:
+        """What the ranks share beside tensors and objects, where it was read: Megatron's common state."""
+
+    @property
     def problems(self) -> tuple[Problem, ...]:
         """What the headers show to be missing, short or contradictory."""
+
+    def part_of(self, name: str) -> str:
+        """Say what a tensor or object belongs to: ``model``, ``adapter``, ``optimizer``, ``rng`` and so on."""
 
 
 def open_checkpoint(path: Path) -> Source:
@@ -37,6 +47,8 @@ def open_checkpoint(path: Path) -> Source:
     Raises :class:`NotACheckpoint` where no format recognises it, :class:`~ckpttool.errors.Refused` for a pickle that
     names what no checkpoint needs. Damage is not raised: it is in :attr:`Source.problems`.
     """
+    from ckpttool.formats import dcp, fsdp, hf
+
     if not path.is_dir():
         raise NotACheckpoint(f"{path}: no such directory")
     if fsdp.detect(path) is not None:

@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 Index = tuple[int, ...]
@@ -179,7 +179,7 @@ def _on_a_grid(boxes: list[tuple[Index, Index]]) -> bool:
     """Tell whether every box spans exactly one cell of the grid that all their edges draw."""
     for axis in range(len(boxes[0][0])):
         edges = sorted({o[axis] for o, _ in boxes} | {o[axis] + n[axis] for o, n in boxes})
-        follows = dict(zip(edges, edges[1:], strict=False))
+        follows = dict(pairwise(edges))
         if any(follows[o[axis]] != o[axis] + n[axis] for o, n in boxes):
             return False
     return True

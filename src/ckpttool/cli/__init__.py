@@ -14,19 +14,21 @@ from typer import Context, Exit, Option, Typer
 from ckpttool import __version__
 from ckpttool.cli.demo import demo
 from ckpttool.cli.inspect import EVERY_TENSOR, inspect
+from ckpttool.cli.options import PlainCommand, PlainGroup
 from ckpttool.cli.session import Session
 from ckpttool.errors import CkpttoolError
 
 app = Typer(
     name="ckpttool",
+    cls=PlainGroup,
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("inspect")(inspect)
-app.command("demo")(demo)
+app.command("inspect", cls=PlainCommand)(inspect)
+app.command("demo", cls=PlainCommand)(demo)
 
 BUG = 70
 REPORT = "Please report it with the output of the same command and --debug: see CONTRIBUTING.md."

@@ -10,15 +10,15 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit
 
-from ckpttool.cli.options import Color, ColorOption, Force, Json
+from ckpttool.cli.options import Color, Force, Json, check_color
 
 
 def demo(
     ctx: Context,
-    folder: Annotated[Path, Argument(help="Where to write the demo.")] = Path("ckpttool-demo"),
+    folder: Annotated[str, Argument(help="Where to write the demo.")] = "ckpttool-demo",
     force: Force = False,
     json: Json = False,
-    color: ColorOption = Color.auto,
+    color: Color = "auto",
 ) -> None:
     """Write small real checkpoints into a folder and walk through the commands on them.
 
@@ -26,11 +26,11 @@ def demo(
     ckpttool is needed to read them. Exit codes: 0 done, 6 the folder exists (--force replaces it).
     """
     session = ctx.obj
-    session.begin("demo", json=json, color=color.value)
+    session.begin("demo", json=json, color=check_color(color))
     from ckpttool import render
     from ckpttool.demo import write_demo
 
-    result = write_demo(folder, force=force)
+    result = write_demo(Path(folder), force=force)
     if json:
         sys.stdout.write(render.envelope("demo", ok=True, data=asdict(result), problems=()) + "\n")
         raise Exit(0)
@@ -38,6 +38,6 @@ def demo(
     for scene in result.scenes:
         out.print(render.demo_heading(scene.what, shlex.join(("ckpttool", *scene.command))), soft_wrap=True)
         sys.stdout.flush()
-        if code := session.run([*scene.command, "--color", color.value]):
+        if code := session.run([*scene.command, "--color", color]):
             raise Exit(code)
     out.print(render.demo_end(result.root), soft_wrap=True)

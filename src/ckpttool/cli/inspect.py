@@ -8,14 +8,14 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
-from ckpttool.cli.options import Color, ColorOption, Json, Quiet
+from ckpttool.cli.options import Color, Json, Quiet, check_color
 
 EVERY_TENSOR = "*"
 
 
 def inspect(
     ctx: Context,
-    path: Annotated[Path, Argument(help="A run, a step, a role directory, a bare checkpoint, or a file.")] = Path(),
+    path: Annotated[str, Argument(help="A run, a step, a role directory, a bare checkpoint, or a file.")] = ".",
     tensors: Annotated[
         str | None,
         Option("--tensors", metavar="[GLOB]", help="List tensors, all or those whose name matches GLOB ('*norm*')."),
@@ -25,19 +25,19 @@ def inspect(
     strict: Annotated[bool, Option("--strict", help="Exit with 1 when there are problems.")] = False,
     json: Json = False,
     quiet: Quiet = False,
-    color: ColorOption = Color.auto,
+    color: Color = "auto",
 ) -> None:
     """Say what a checkpoint is, whether it is whole, what is in it, and what to type next.
 
     Only headers and indexes are read: no tensor is loaded, torch is not imported, nothing from the files is run.
     Exit codes: 0 it has a name (problems or not), 1 problems and --strict, 3 no checkpoint, 7 it would run code.
     """
-    ctx.obj.begin("inspect", json=json, color=color.value)
+    ctx.obj.begin("inspect", json=json, color=check_color(color))
     from ckpttool import render
     from ckpttool.inspection import inspect as look
     from ckpttool.inspection.choice import choose
 
-    found = look(choose(path, step, role), tensors=tensors)
+    found = look(choose(Path(path), step, role), tensors=tensors)
     code = 1 if strict and found.faults else 0
     if json:
         data = render.envelope("inspect", ok=code == 0, data=found.as_json(), problems=found.problems)

@@ -1,22 +1,62 @@
-"""Options that mean the same in every command."""
+"""Options that mean the same in every command, and command classes that keep the start short."""
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from typer import Option
+from typer.core import TyperCommand, TyperGroup
 
+from ckpttool.errors import UsageError
 
-class Color(str, Enum):
-    """When to colour the output."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
+COLORS = ("auto", "always", "never")
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object with everything, for programs.")]
-ColorOption = Annotated[Color, Option("--color", help="Colour the output.")]
+Color = Annotated[str, Option("--color", metavar="|".join(COLORS), help="When to colour the output.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print the verdict only.")]
 Force = Annotated[bool, Option("--force", help="Replace what exists at the destination.")]
+
+
+class PlainCommand(TyperCommand):
+    """A command whose text parameters and unset flags are taken as they are."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, ``--help`` included, each told to skip the conversion."""
+        return [_plain(param) for param in super().get_params(ctx)]
+
+
+class PlainGroup(TyperGroup):
+    """The same for the options before the command."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, ``--help`` included, each told to skip the conversion."""
+        return [_plain(param) for param in super().get_params(ctx)]
+
+
+def _plain(param: Any) -> Any:
+    """Keep a parameter's strings and absent values away from pydantic.
+
+    Typer (0.29) converts every value with pydantic, whose import takes longer than reading the index of a checkpoint.
+    Numbers and anything else still go the usual way; where Typer has no ``type_descriptor`` nothing changes.
+    """
+    annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+    if annotation in (str, bool) and "process_value" not in vars(param):
+        param.process_value = _unless_plain(param.process_value, param.required)
+    return param
+
+
+def _unless_plain(process: Callable[[Any, Any], Any], required: bool) -> Callable[[Any, Any], Any]:
+    def process_value(ctx: Any, value: Any) -> Any:
+        if isinstance(value, str) or (value is None and not required):
+            return value
+        return process(ctx, value)
+
+    return process_value
+
+
+def check_color(color: str) -> str:
+    """Return the word if it is one of ``COLORS``; raises :class:`UsageError` otherwise."""
+    if color not in COLORS:
+        raise UsageError(f"--color {color}: not one of {', '.join(COLORS)}")
+    return color

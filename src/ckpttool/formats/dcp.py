@@ -49,18 +49,22 @@ _MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetada
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpSource:
-    """An opened archive. ``objects`` are pickled values by key; ``common`` is what is not sharded, where readable."""
+    """An opened archive. ``objects`` are pickled values by key; ``unsharded`` is the common state, where readable."""
 
     root: Path
     format: str
     tensors: Mapping[str, TensorInfo]
     objects: Mapping[str, Place]
     backend: Mapping[str, Any] | None
-    common: Mapping[str, Any] | None
+    unsharded: Mapping[str, Any] | None
     common_kind: str
     writer: str
     ranks: int
     problems: tuple[Problem, ...]
+
+    def part_of(self, name: str) -> str:
+        """Return what a key belongs to; see :func:`part_of`."""
+        return part_of(name)
 
 
 def part_of(key: str) -> str:
@@ -118,7 +122,7 @@ def _open(path: Path) -> DcpSource:
         tensors=MappingProxyType(tensors),
         objects=MappingProxyType(objects),
         backend=backend,
-        common=common,
+        unsharded=common,
         common_kind=common_kind,
         writer=_writer(names, has_mcore_data, common_kind) if is_megatron else "",
         ranks=len({_rank(place.file) for place in storage.values()} - {None}),
@@ -155,7 +159,7 @@ def _metadata(path: Path, found: Findings) -> tuple[Record | None, set[str]]:
             Problem(
                 code="metadata-missing",
                 path=METADATA_FILE,
-                message=".metadata, the index of the archive, is missing: the save never finished, or it lies elsewhere",
+                message=".metadata, the index of the archive, is missing: the save never finished, or it is elsewhere",
                 hint=OTHER_NODES,
             )
         )

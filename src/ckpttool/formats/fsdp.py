@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
@@ -20,13 +21,14 @@ from ckpttool.formats.jsonfile import read_json
 from ckpttool.formats.mesh import Mesh
 from ckpttool.formats.rank import Held, RankReader
 from ckpttool.records import SHARD_NAMES
-from ckpttool.tensors import Index, Piece, TensorInfo, tiling_faults
+from ckpttool.tensors import Index, Piece, Place, TensorInfo, tiling_faults
 from ckpttool.unpickle import loads
 
 FORMAT = "fsdp"
 KINDS = ("model", "optim", "extra_state")
 SHARD_FILE = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt")
 CONFIG_FILE = "fsdp_config.json"
+_ADAPTER = re.compile(r"lora_|\.adapter_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,17 @@ class FsdpSource:
     problems: tuple[Problem, ...]
     format: str = FORMAT
 
+    objects: Mapping[str, Place] = field(default_factory=dict)
+    unsharded: Mapping[str, Any] | None = None
+
+    def part_of(self, name: str) -> str:
+        """Return ``adapter`` for LoRA weights, ``model`` for the others."""
+        return "adapter" if _ADAPTER.search(name) else "model"
+
     @property
     def lora_only(self) -> bool:
         """Whether it holds adapters without the base model."""
-        return bool(self.tensors) and all("lora_" in name or ".adapter_" in name for name in self.tensors)
+        return bool(self.tensors) and all(map(_ADAPTER.search, self.tensors))
 
 
 def scan(path: Path) -> ShardFiles:
@@ -166,7 +175,7 @@ def _check_files(path: Path, files: ShardFiles, world_size: int, found: Findings
             found.problems.append(
                 Problem(
                     code="rank-missing",
-                    message=f"{kind} shards of {len(missing)} of {world_size} ranks are missing: rank {ranges(missing)}",
+                    message=f"{kind} shards missing of {len(missing)} of {world_size} ranks: {ranges(missing)}",
                     hint=OTHER_NODES,
                 )
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -77,6 +77,13 @@ class HfSource:
     tensors: Mapping[str, TensorInfo]
     problems: tuple[Problem, ...]
     format: str = FORMAT
+
+    objects: Mapping[str, Place] = field(default_factory=dict)
+    unsharded: Mapping[str, Any] | None = None
+
+    def part_of(self, name: str) -> str:
+        """Return ``adapter`` for LoRA weights, ``model`` for the others."""
+        return "adapter" if "lora_" in name else "model"
 
     @property
     def adapter(self) -> bool:

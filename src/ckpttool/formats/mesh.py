@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -62,15 +63,20 @@ class Placement:
         return f"Shard({self.dim})" if self.kind == "Shard" else self.kind
 
 
+@lru_cache(maxsize=256)
+def _placement(kind: str, dim: int, split_factor: int) -> Placement:
+    return Placement(kind, dim, split_factor)
+
+
 def read_placement(value: Any) -> Placement:
     """Return a placement; raises :class:`BrokenCheckpoint` for one that torch does not have."""
     if is_record(value, "Replicate", "Partial", "_Partial"):
-        return Placement(value.name.lstrip("_"))
+        return _placement(value.name.lstrip("_"), 0, 1)
     if is_record(value, "Shard", "_StridedShard"):
         dim = value.get("dim", value.args[0] if value.args else None)
         factor = value.get("split_factor", value.args[1] if len(value.args) > 1 else 1)
         if type(dim) is int and dim >= 0 and type(factor) is int and factor > 0:
-            return Placement(value.name, dim, factor)
+            return _placement(value.name, dim, factor)
     raise BrokenCheckpoint(f"{value!r} is no placement that we know", code="unknown-placement")
 
 

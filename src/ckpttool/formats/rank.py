@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ckpttool.errors import BrokenCheckpoint
@@ -25,6 +26,22 @@ class Held:
     pieces: list[Piece]
 
 
+@lru_cache(maxsize=4096)
+def _view(size: Index, strides: Index) -> tuple[int, Index | None]:
+    """Return how many elements a view spans, and its strides unless they are those of C order."""
+    return extent(size, strides), None if strides == contiguous_strides(size) else strides
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A mesh, this rank's place on it, and how tensors are placed; ``words`` says it for people."""
+
+    mesh: Mesh
+    coordinate: Index
+    placements: tuple[Placement, ...]
+    words: str
+
+
 class RankReader:
     """Turn the values of one rank's state dict into what it holds; meshes are shared by most of them."""
 
@@ -33,7 +50,8 @@ class RankReader:
         self.rank = rank
         self.meshes: dict[int, Mesh] = {}
         self.other = 0
-        self._layouts: dict[tuple[int, int], tuple[Mesh, Index, tuple[Placement, ...], str]] = {}
+        self._layouts: dict[tuple[int, tuple[Placement, ...]], Layout] = {}
+        self._boxes: dict[tuple[Index, int], tuple[Index, Index]] = {}
 
     def held(self, value: Any) -> Held | None:
         """Return what the rank holds, or ``None`` for a value that is no tensor."""
@@ -54,10 +72,9 @@ class RankReader:
         entry = self.archive.entries.get(f"data/{local.storage}")
         if entry is None:
             raise BrokenCheckpoint(f"storage {local.storage} is not in the archive", code="storage-missing")
-        width = DTYPE_BITS[local.dtype] // 8
-        if (local.start + extent(local.size, local.strides)) * width > entry.size or local.storage_bytes > entry.size:
+        needed, strides = _view(local.size, local.strides)
+        if (local.start + needed) * DTYPE_BITS[local.dtype] // 8 > entry.size or local.storage_bytes > entry.size:
             raise BrokenCheckpoint("the tensor reaches out of its storage", code="storage-short")
-        strides = None if local.strides == contiguous_strides(local.size) else local.strides
         place = Place(self.archive.path.name, entry.header, entry.size, Wrap.ZIP_ENTRY, local.start, strides)
         return Piece(offset, local.size, place, self.rank)
 
@@ -71,25 +88,33 @@ class RankReader:
         meta = spec.get("tensor_meta")
         if is_record(meta, "TensorMeta") and meta.args and shape_of(meta.args[0]) != shape:
             raise BrokenCheckpoint(f"a DTensor of shape {shape} whose spec says {meta.args[0]}", code="shape-disagrees")
-        mesh, coordinate, placements, words = self._layout(spec.get("mesh"), spec.get("placements"))
+        layout = self._layout(spec.get("mesh"), spec.get("placements"))
         local = stored_tensor(fields.get("_local_tensor"))
-        offset, size = local_box(shape, mesh.shape, coordinate, placements)
+        offset, size = self._box(shape, layout)
         if local.size != size and 0 not in (*size, *local.size):
             raise BrokenCheckpoint(
-                f"holds {list(local.size)} where {words} of {list(shape)} gives {list(size)}",
+                f"holds {list(local.size)} where {layout.words} of {list(shape)} gives {list(size)}",
                 code="shape-disagrees",
             )
-        return Held(dtype, shape, words, [self._piece(offset, local)])
+        return Held(dtype, shape, layout.words, [self._piece(offset, local)])
 
-    def _layout(self, mesh: Any, placements: Any) -> tuple[Mesh, Index, tuple[Placement, ...], str]:
-        key = (id(mesh), id(placements))
-        if key not in self._layouts:
-            self._layouts[key] = self._read_layout(mesh, placements)
-        return self._layouts[key]
+    def _box(self, shape: Index, layout: Layout) -> tuple[Index, Index]:
+        """Return this rank's box; most tensors of a model share a few shapes."""
+        key = (shape, id(layout))
+        if key not in self._boxes:
+            self._boxes[key] = local_box(shape, layout.mesh.shape, layout.coordinate, layout.placements)
+        return self._boxes[key]
 
-    def _read_layout(self, record: Any, placements: Any) -> tuple[Mesh, Index, tuple[Placement, ...], str]:
+    def _layout(self, mesh: Any, placements: Any) -> Layout:
         if not isinstance(placements, tuple | list):
             raise BrokenCheckpoint("a DTensor without placements", code="unreadable-pickle")
+        kinds = tuple(map(read_placement, placements))
+        key = (id(mesh), kinds)
+        if key not in self._layouts:
+            self._layouts[key] = self._read_layout(mesh, kinds)
+        return self._layouts[key]
+
+    def _read_layout(self, record: Any, placements: tuple[Placement, ...]) -> Layout:
         if id(record) not in self.meshes:
             self.meshes[id(record)] = read_mesh(record, lambda view: self.archive.read(f"data/{view.storage}"))
         mesh = self.meshes[id(record)]
@@ -97,12 +122,10 @@ class RankReader:
         recorded = record.get("_coordinate_on_dim")
         if coordinate is None or (recorded is not None and tuple(recorded) != coordinate):
             raise BrokenCheckpoint(
-                f"the file is named rank {self.rank}, its tensors were saved by another rank",
-                code="rank-disagrees",
+                f"the file is named rank {self.rank}, its tensors were saved by another rank", code="rank-disagrees"
             )
-        kinds = tuple(map(read_placement, placements))
-        words = ", ".join(f"{p} over {n}={s}" for p, n, s in zip(kinds, mesh.names, mesh.shape, strict=False))
-        return mesh, coordinate, kinds, words
+        axes = zip(placements, mesh.names, mesh.shape, strict=False)
+        return Layout(mesh, coordinate, placements, ", ".join(f"{p} over {name}={n}" for p, name, n in axes))
 
     def _sharded(self, state: Any) -> Held:
         """Read FSDP1's ``ShardedTensor``: local shards that carry their offsets, and the global metadata."""

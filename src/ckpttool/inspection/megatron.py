@@ -8,8 +8,9 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.formats import dcp, foreign
 from ckpttool.formats.findings import listing
+from ckpttool.inspection.archive import archive_facts
 from ckpttool.inspection.draft import Draft
-from ckpttool.inspection.leaves import add_huggingface, archive_facts
+from ckpttool.inspection.huggingface import add_huggingface
 from ckpttool.inspection.manifest import add_manifest, schema_version
 from ckpttool.inspection.result import Content
 from ckpttool.inspection.sections import Section
@@ -147,17 +148,14 @@ def _links(path: Path, trees: list[str]) -> str:
 
 def _missing_trees(draft: Draft, trees: list[str]) -> list[str]:
     """Return the trees that the parts of a mixed archive ask for and that are not there in full."""
-    parts = {s.part_of(name) for s in draft.sections if isinstance(s.source, dcp.DcpSource) for name in _keys(s.source)}
+    archives = [s.source for s in draft.sections if isinstance(s.source, dcp.DcpSource)]
+    parts = {dcp.part_of(name) for source in archives for name in (*source.tensors, *source.objects)}
     wanted = {layout.TREE_OF_PART[part] for part in parts if part in layout.TREE_OF_PART}
     broken = {p.path for p in draft.problems if p.code == "tree-incomplete"}
     missing = sorted(tree for tree in wanted if tree not in trees or tree in broken)
     if _filled(draft.path / layout.V1_HUGGINGFACE) and not _filled(draft.path / layout.HUGGINGFACE):
         missing.append(layout.HUGGINGFACE)
     return missing
-
-
-def _keys(source: dcp.DcpSource) -> list[str]:
-    return [*source.tensors, *source.objects]
 
 
 def _same_archive_everywhere(path: Path, trees: list[str]) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.errors import CkpttoolError, Problem
 from ckpttool.formats.torchzip import read_range
+from ckpttool.inspection.beside import add_dataloader, add_lora_meta
 from ckpttool.inspection.draft import Draft, role_of
-from ckpttool.inspection.leaves import add_dataloader, add_lora_meta
 from ckpttool.inspection.result import Inspection, Run, StepRow
 
 TRACKERS = (layout.TRACKER, "latest_ckpt_global_step.txt")

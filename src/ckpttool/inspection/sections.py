@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ckpttool.formats import dcp
 from ckpttool.inspection.result import Content, TensorRow
 from ckpttool.source import Source
 from ckpttool.tensors import TensorInfo
@@ -31,25 +30,18 @@ class Section:
     where: str
     source: Source
 
-    def part_of(self, name: str) -> str:
-        """Say what a tensor or object of this archive belongs to."""
-        if isinstance(self.source, dcp.DcpSource):
-            return dcp.part_of(name)
-        return "adapter" if "lora_" in name or ".adapter_" in name else "model"
-
     def tensors(self, *parts: str) -> list[TensorInfo]:
         """Return the tensors of these parts."""
-        return [info for name, info in self.source.tensors.items() if self.part_of(name) in parts]
+        return [info for name, info in self.source.tensors.items() if self.source.part_of(name) in parts]
 
 
 def contents(section: Section) -> Iterator[Content]:
     """Yield one line for every part that an archive holds."""
     source = section.source
-    objects = source.objects if isinstance(source, dcp.DcpSource) else {}
-    names = {section.part_of(name) for name in (*source.tensors, *objects)}
+    names = {source.part_of(name) for name in (*source.tensors, *source.objects)}
     for part in sorted(names, key=list(_TITLES).index):
         tensors = section.tensors(part)
-        places = [place for key, place in objects.items() if section.part_of(key) == part]
+        places = [place for key, place in source.objects.items() if source.part_of(key) == part]
         yield Content(
             _TITLES[part],
             section.where,
@@ -69,15 +61,10 @@ def _detail(source: Source, tensors: int, objects: int) -> str:
 
 
 def _common_parts(section: Section) -> Iterator[Content]:
-    """Yield what lies in the unsharded state of Megatron: the scheduler above all."""
-    common = section.source.common if isinstance(section.source, dcp.DcpSource) else None
-    kind = section.source.common_kind if isinstance(section.source, dcp.DcpSource) else ""
+    """Yield the scheduler where it lies in the unsharded state of Megatron."""
     for key in ("lr_scheduler", "opt_param_scheduler"):
-        if common and key in common:
-            yield Content("scheduler", section.where, detail=f"{key} in {kind}")
-    if common and kind == dcp.COMMON_FILE:
-        path = section.source.root / kind
-        yield Content("common state", section.where, bytes=path.stat().st_size, detail=f"{kind}: {', '.join(common)}")
+        if key in (section.source.unsharded or {}):
+            yield Content("scheduler", section.where, detail=f"{key}, in the common state")
 
 
 def rows(sections: Iterable[Section], pattern: str) -> Iterator[TensorRow]:
@@ -91,6 +78,6 @@ def rows(sections: Iterable[Section], pattern: str) -> Iterator[TensorRow]:
                     info.shape,
                     info.placement,
                     info.nbytes,
-                    section.part_of(name),
+                    section.source.part_of(name),
                     section.where,
                 )

@@ -100,7 +100,7 @@ def disk(root: Path) -> tuple[Disk, tuple[Problem, ...]]:
         modified=walk.modified,
         shared=_shared(walk),
     )
-    problems = ()
+    problems: tuple[Problem, ...] = ()
     if walk.dangling:
         problems = (
             Problem(

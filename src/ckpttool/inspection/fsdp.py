@@ -1,0 +1,58 @@
+"""Role directories of FSDP shards: verl, SkyRL, verl's SFT steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from ckpttool import layout
+from ckpttool.formats import fsdp
+from ckpttool.formats.findings import OTHER_NODES, ranges
+from ckpttool.inspection.beside import add_dataloader, add_lora_meta, small_object
+from ckpttool.inspection.draft import Draft
+from ckpttool.inspection.result import Content
+from ckpttool.inspection.sections import Section
+
+
+def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
+    """Describe a role directory of FSDP shards (verl, SkyRL, verl's SFT steps)."""
+    source = fsdp.open_(path)
+    lora = source.lora_only
+    what = "FSDP role directory, LoRA adapters only" if lora else "FSDP role directory"
+    draft = Draft(path=path, kind="fsdp-lora" if lora else "fsdp", title=what, evidence=evidence)
+    draft.add(Section("", source))
+    present = source.files.ranks("model", source.world_size)
+    draft.facts["world size"] = f"{source.world_size} (model files of rank {ranges(present) or 'none'})"
+    if source.mesh is not None:
+        draft.facts["mesh"] = f"{source.mesh} (written by torch {source.mesh.dialect})"
+    placements = Counter(t.placement for t in source.tensors.values())
+    if placements:
+        draft.facts["placements"] = "; ".join(f"{words}: {n:,}" for words, n in placements.most_common())
+    for kind, name in (("optim", "optimizer"), ("extra_state", "scheduler and rng")):
+        files = source.files.ranks(kind, source.world_size)
+        if files:
+            size = sum((path / file).stat().st_size for file in files.values() if (path / file).is_file())
+            draft.contents.append(Content(name, "", bytes=size, detail=f"{len(files)} {kind} files, not opened"))
+    add_lora_meta(draft)
+    add_dataloader(draft)
+    _add_huggingface(draft, f"the weights are in {len(present)} FSDP shards")
+    return draft
+
+
+def inspect_fsdp_remains(path: Path) -> Draft:
+    """Describe a role directory that has ``fsdp_config.json`` and no shard."""
+    draft = Draft(path=path, kind="fsdp", title="FSDP role directory without shards", evidence=(fsdp.CONFIG_FILE,))
+    config = small_object(path / fsdp.CONFIG_FILE)
+    world_size = config.get("world_size")
+    _add_huggingface(draft, "there are no shards")
+    if not any(s.source.tensors for s in draft.sections):
+        said = f" of world size {world_size}" if type(world_size) is int else ""
+        draft.fault("rank-missing", f"{fsdp.CONFIG_FILE} tells of shards{said}; none is here", hint=OTHER_NODES)
+    return draft
+
+
+def _add_huggingface(draft: Draft, weights_are: str) -> None:
+    if (draft.path / layout.V1_HUGGINGFACE).is_dir():
+        from ckpttool.inspection.huggingface import add_huggingface
+
+        add_huggingface(draft, layout.V1_HUGGINGFACE, weights_are)

@@ -1,0 +1,121 @@
+"""Which kind of checkpoint a directory is: the first one that has evidence in it.
+
+Each kind imports its reader when it is asked, so that looking at FSDP shards does not load Megatron's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckpttool.inspection.draft import Draft
+from ckpttool.inspection.result import Inspection
+
+
+def recognise(path: Path) -> Draft | None:
+    """Describe a directory, or return ``None`` when no kind has evidence in it."""
+    if not os.listdir(path):
+        return Draft(path=path, kind="absent", title="empty directory", state="absent")
+    for kind in (_fsdp, _megatron_role, _archive, _run, _foreign, _step, _hf):
+        draft = kind(path)
+        if draft is not None:
+            return draft
+    return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell by names alone whether a checkpoint lies directly in a directory."""
+    from ckpttool.formats import dcp, foreign, fsdp, hf
+    from ckpttool.inspection import megatron
+
+    return bool(
+        fsdp.detect(path)
+        or megatron.detect(path)
+        or dcp.detect(path)
+        or foreign.detect(path)
+        or hf.detect(path)
+        or (path / fsdp.CONFIG_FILE).is_file()
+    )
+
+
+def roles(path: Path) -> list[Path]:
+    """Return the role directories of a step, empty ones too; none when the step is a checkpoint itself."""
+    if is_checkpoint(path):
+        return []
+    return [p for p in sorted(path.iterdir()) if p.is_dir() and (not os.listdir(p) or is_checkpoint(p))]
+
+
+def _look(path: Path) -> Inspection:
+    draft = recognise(path)
+    if draft is None:
+        draft = Draft(path=path, kind="unknown", title="not recognised", state="unknown")
+    return draft.finish()
+
+
+def _fsdp(path: Path) -> Draft | None:
+    from ckpttool.formats import fsdp
+
+    evidence = fsdp.detect(path)
+    remains = not evidence and (path / fsdp.CONFIG_FILE).is_file()
+    if not evidence and not remains:
+        return None
+    from ckpttool.inspection.fsdp import inspect_fsdp, inspect_fsdp_remains
+
+    return inspect_fsdp(path, evidence) if evidence else inspect_fsdp_remains(path)
+
+
+def _megatron_role(path: Path) -> Draft | None:
+    from ckpttool.inspection import megatron
+
+    evidence = megatron.detect(path)
+    return megatron.inspect_role(path, evidence) if evidence else None
+
+
+def _archive(path: Path) -> Draft | None:
+    from ckpttool.formats import dcp
+    from ckpttool.inspection.archive import inspect_archive
+
+    if (path / dcp.BACKEND_FILE).is_file() and (other := _foreign(path)) is not None:
+        return other
+    evidence = dcp.detect(path)
+    return inspect_archive(path, evidence) if evidence else None
+
+
+def _foreign(path: Path) -> Draft | None:
+    from ckpttool.formats import foreign
+
+    other = foreign.detect(path) or (foreign.detect(path / "model") if (path / "model").is_dir() else None)
+    if other is None:
+        return None
+    draft = Draft(path=path, kind=other.kind, title=other.title, evidence=other.evidence, state="not opened")
+    draft.note("not-opened", "recognised by name, not opened", hint=other.hint)
+    return draft
+
+
+def _hf(path: Path) -> Draft | None:
+    from ckpttool.formats import hf
+    from ckpttool.inspection.huggingface import inspect_hf
+
+    evidence = hf.detect(path)
+    return inspect_hf(path, evidence) if evidence else None
+
+
+def _run(path: Path) -> Draft | None:
+    from ckpttool.inspection import runs
+
+    names = runs.steps(path)
+    if runs.tracker(path) is None and not any(is_checkpoint(step) or roles(step) for step in names):
+        return None
+    if not names and is_checkpoint(path):
+        return None
+    return runs.inspect_run(path, _look, roles)
+
+
+def _step(path: Path) -> Draft | None:
+    from ckpttool import layout
+    from ckpttool.inspection import runs
+
+    found = roles(path)
+    if not found or (len(found) == 1 and layout.step_of(path.name) is None):
+        return None
+    return runs.inspect_step(path, _look, found)
