@@ -6,6 +6,7 @@ unpickler allocates what it is told to; tuples are weighed, because it hashes ne
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 from ckpttool.errors import BrokenCheckpoint, Refused
@@ -18,7 +19,7 @@ WEIGHT_LIMIT = 1 << 18
 _NESTING = 64
 
 # What each opcode does, by kind: the frequent ones first, because the loop below asks in this order.
-_GET4, _PUSHN, _GET1, _MEMOIZE, _PUSH0, _TUPLE_N = range(6)
+_GET1, _PUSHN, _MEMOIZE, _GET4, _TUPLE_N, _PUSH0 = range(6)
 _TO_MARK, _BUILD, _MARK, _CALL, _PUT1, _COUNTED, _TUPLE, _GLOBAL = range(6, 14)
 _POP1, _POP2, _PERSID, _STACK_GLOBAL, _NEWOBJ_EX, _PROTO, _FRAME, _STOP = range(14, 22)
 _KINDS: dict[int, bytes] = {
@@ -46,6 +47,7 @@ _KINDS: dict[int, bytes] = {
     _STOP: b".",
 }
 _KIND = [next((kind for kind, ops in _KINDS.items() if op in ops), 99) for op in range(256)]
+_FOUR = struct.Struct("<I")
 _COUNT_BYTES = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8E: 8, 0x8A: 1}
 _PUSHN_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
 # Two idioms of protocol 4 make up most of a large .metadata; each is one step of the loop.
@@ -68,7 +70,7 @@ def vet(data: bytes, check: Check, where: str) -> None:
     """
     try:
         _walk(data, check, where)
-    except (IndexError, UnicodeDecodeError) as error:
+    except (IndexError, struct.error, UnicodeDecodeError) as error:
         raise damaged(where, "it ends too early or its stack runs empty") from error
 
 
@@ -78,12 +80,12 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
     marks: list[int] = []
     memo: list[int] = []
     push, pop, remember = stack.append, stack.pop, memo.append
-    number, kinds, size, at = int.from_bytes, _KIND, len(data), 0
-    while at < size:
+    number, four, kinds, size, at = int.from_bytes, _FOUR.unpack_from, _KIND, len(data), 0
+    while True:  # the end of the data raises IndexError
         op = data[at]
         at += 1
         if op == 0x72:  # LONG_BINPUT: protocol 2 has one after almost every other opcode
-            index = number(data[at : at + 4], "little")
+            (index,) = four(data, at)
             at += 4
             if index == len(memo):
                 remember(stack[-1])
@@ -92,31 +94,22 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
             continue
         kind = kinds[op]
         if kind < _TO_MARK:
-            if kind == _GET4:
-                push(memo[number(data[at : at + 4], "little")])
-                at += 4
+            if kind == _GET1:
+                push(memo[data[at]])
+                at += 1
             elif kind == _PUSHN:
                 push(1)
                 at += _PUSHN_BYTES[op]
-            elif kind == _GET1:
-                push(memo[data[at]])
-                at += 1
             elif kind == _MEMOIZE:
                 remember(stack[-1])
-            elif kind == _PUSH0:
-                if op == 0x29 and data[at - 1 : at + 5] == _NEW_OBJECT:
-                    stack[-1] = 1
-                    memo += (1, 1)
-                    at += 5
-                    push(1)
-                    marks.append(len(stack))
-                else:
-                    push(1)
-            else:  # TUPLE_N
+            elif kind == _GET4:
+                push(memo[four(data, at)[0]])
+                at += 4
+            elif kind == _TUPLE_N:
                 weight = _NESTING + pop()
                 for _ in range(op - 0x85):
                     weight += pop()
-                if data[at : at + 5] == _CALL_WITH_TUPLE:
+                if data[at] == 0x94 and data[at : at + 5] == _CALL_WITH_TUPLE:
                     memo += (weight, weight, weight)
                     at += 5
                     stack[-1] = weight
@@ -124,6 +117,14 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
                     push(weight)
                 if weight > WEIGHT_LIMIT:
                     raise damaged(where, "a tuple is nested or filled beyond reason")
+            elif op == 0x29 and data[at - 1 : at + 5] == _NEW_OBJECT:
+                stack[-1] = 1
+                memo += (1, 1)
+                at += 5
+                push(1)
+                marks.append(len(stack))
+            else:  # PUSH0
+                push(1)
         elif kind < _POP1:
             if kind == _TO_MARK:
                 del stack[marks.pop() :]
@@ -168,7 +169,7 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
             at += 1
         elif kind == _FRAME:
             if number(data[at : at + 8], "little") > size - at:
-                break
+                raise IndexError
             at += 8
         elif kind == _STOP:
             return
@@ -177,7 +178,6 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
                 f"{where}: the pickle has the opcode {_opcode_name(op)}, which no checkpoint needs",
                 hint="Nothing was run; find out who wrote this file.",
             )
-    raise IndexError
 
 
 def _put(memo: list[int], index: int, weight: int, where: str) -> None:

@@ -28,6 +28,7 @@ FORMAT = "fsdp"
 KINDS = ("model", "optim", "extra_state")
 SHARD_FILE = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt")
 CONFIG_FILE = "fsdp_config.json"
+_AGREED = ("dtype", "shape", "placement")
 _ADAPTER = re.compile(r"lora_|\.adapter_")
 
 
@@ -251,15 +252,10 @@ def _open_shard(path: Path) -> torchzip.TorchZip:
 def _tensor(name: str, by_rank: Mapping[int, Held], read: list[int], world_size: int, found: Findings) -> TensorInfo:
     """Join what the ranks hold, and report where they contradict each other or leave a hole."""
     first = next(iter(by_rank.values()))
-    for what, code in (
-        ("dtype", "dtype-disagrees"),
-        ("shape", "shape-disagrees"),
-        ("placement", "placement-disagrees"),
-    ):
-        if any(getattr(held, what) != getattr(first, what) for held in by_rank.values()):
-            found.group(code, f"ranks disagree on the {what}", name)
-            break
-    absent = [rank for rank in read if rank not in by_rank]
+    if len({(held.dtype, held.shape, held.placement) for held in by_rank.values()}) > 1:
+        what = next(w for w in _AGREED if any(getattr(held, w) != getattr(first, w) for held in by_rank.values()))
+        found.group(f"{what}-disagrees", f"ranks disagree on the {what}", name)
+    absent = [rank for rank in read if rank not in by_rank] if len(by_rank) < len(read) else []
     if absent:
         found.group("key-missing", f"absent on rank {ranges(absent)}, present on others", name)
     boxes: dict[tuple[Index, Index], list[Piece]] = {}

@@ -1,0 +1,65 @@
+"""Fixtures that every test may use: the checkpoints that real libraries wrote, and the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.cli import main
+from tests import builders
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def fsdp_checkpoints(pytestconfig: pytest.Config) -> Path:
+    """Directories of FSDP shards, one a variant; shared by all tests: copy before you change one."""
+    assert pytestconfig.cache is not None
+    return builders.fsdp_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def megatron_checkpoints(pytestconfig: pytest.Config) -> Path:
+    """Megatron checkpoints as verl and Megatron-LM lay them out; shared by all tests."""
+    assert pytestconfig.cache is not None
+    return builders.megatron_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture
+def data() -> Path:
+    """Small checkpoints written by many versions of torch and megatron-core."""
+    return DATA
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one command line did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The envelope that ``--json`` printed."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+@pytest.fixture
+def ckpttool(capsys: pytest.CaptureFixture[str]) -> Callable[..., Call]:
+    """Run a command line in this process."""
+
+    def run(*arguments: object) -> Call:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        streams = capsys.readouterr()
+        return Call(code, streams.out, streams.err)
+
+    return run
