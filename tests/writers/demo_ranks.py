@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from tests.writers.fsdp_models import plain_policy
 from tests.writers.fsdp_ranks import shard
 from tests.writers.fsdp_save import save_role, train
@@ -13,7 +15,6 @@ from tests.writers.megatron_models import dense_model
 from tests.writers.megatron_ranks import trained, write_v1
 from tests.writers.megatron_save import FULLY_RESHARDABLE, content_metadata
 from tests.writers.ranks import WORLD
-from torch.distributed.device_mesh import init_device_mesh
 
 VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2}

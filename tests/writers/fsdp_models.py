@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.writers.ranks import seed_everything
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+
+from tests.writers.ranks import seed_everything
 
 LORA_RANK = 4
 LORA_ALPHA = 8

@@ -9,6 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
 from tests.writers import fsdp1, fsdp_models
 from tests.writers.fsdp_save import (
     Training,
@@ -20,15 +30,6 @@ from tests.writers.fsdp_save import (
 )
 from tests.writers.ranks import WORLD
 from tests.writers.side_files import write_side_files
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 
 def write_all(out: Path) -> None:

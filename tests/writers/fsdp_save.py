@@ -12,9 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
 from tests.writers.ranks import make_directory
 from tests.writers.side_files import write_side_files
-from torch.distributed.tensor import DTensor
 
 State = dict[str, Any]
 

@@ -15,8 +15,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
-from tests.writers.ranks import seed_everything
 from torch.overrides import TorchFunctionMode
+
+from tests.writers.ranks import seed_everything
 
 
 class CpuAsCuda(TorchFunctionMode):  # type: ignore[misc]

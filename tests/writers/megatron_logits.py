@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import save_file
+
 from tests.writers.megatron_cpu import Parallel, build_model, start, transformer_config
 from tests.writers.megatron_names import Tensors, load
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.writers.ranks import seed_everything
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.writers.ranks import seed_everything
 
 VOCABULARY = 128
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+
 from tests.writers import megatron_names
 from tests.writers.megatron_cpu import (
     Parallel,

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
 from tests.writers.megatron_cpu import CpuAsCuda, Training
 from tests.writers.ranks import make_directory
 

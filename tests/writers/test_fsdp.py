@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.writers.reading import SIDE_FILES, expected, read_metadata, read_tensors, same, shards
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.writers.reading import SIDE_FILES, expected, read_metadata, read_tensors, same, shards
 
 # Read by one process, without a process group: that is the point of these tests.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from tests.writers.reading import SIDE_FILES, expected, part_of, read_metadata, read_tensors, same
 
 # Read by one process, without a process group: that is the point of these tests.

@@ -41,6 +41,11 @@ def listing(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(shown[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun: ``1 shard``, ``4 shards``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def ranges(ranks: Iterable[int]) -> str:
     """Write sorted ranks as people do: ``0, 3-5``."""
     runs: list[list[int]] = []

@@ -19,7 +19,7 @@ from ckpttool.formats import torchzip
 from ckpttool.formats.findings import OTHER_NODES, Findings, listing, ranges
 from ckpttool.formats.jsonfile import read_json
 from ckpttool.formats.mesh import Mesh
-from ckpttool.formats.rank import Held, RankReader
+from ckpttool.formats.rank import PLAIN, WHOLE, Held, RankReader
 from ckpttool.records import SHARD_NAMES
 from ckpttool.tensors import Index, Piece, Place, TensorInfo, tiling_faults
 from ckpttool.unpickle import loads
@@ -269,4 +269,5 @@ def _tensor(name: str, by_rank: Mapping[int, Held], read: list[int], world_size:
     groups = list(boxes.values())
     pieces = tuple(group[0] for group in groups)
     copies = tuple(piece for group in groups for piece in group[1:])
-    return TensorInfo(name, first.dtype, first.shape, pieces, copies, first.placement)
+    placement = WHOLE if world_size == 1 and first.placement == PLAIN else first.placement
+    return TensorInfo(name, first.dtype, first.shape, pieces, copies, placement)

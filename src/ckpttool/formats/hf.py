@@ -232,11 +232,14 @@ def _check_numbering(weights: list[str], found: Findings) -> None:
 
 
 def _check_twice(by_file: Mapping[str, Mapping[str, TensorInfo]], found: Findings) -> None:
-    first: dict[str, str] = {}
+    """Report tensors that two files of one numbered set hold; other files that lie together need not be one model."""
+    first: dict[tuple[str, str], str] = {}
     for file, tensors in by_file.items():
-        for name in tensors:
-            if first.setdefault(name, file) != file:
-                found.group("tensor-twice", f"stored in both {first[name]} and {file}", name)
+        match = _NUMBERED.fullmatch(file)
+        for name in tensors if match else ():
+            other = first.setdefault((match[1], name), file) if match else file
+            if other != file:
+                found.group("tensor-twice", f"stored in both {other} and {file}", name)
 
 
 def _check_index(

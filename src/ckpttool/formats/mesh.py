@@ -80,24 +80,30 @@ def read_placement(value: Any) -> Placement:
     raise BrokenCheckpoint(f"{value!r} is no placement that we know", code="unknown-placement")
 
 
-def read_mesh(record: Any, read_storage: Callable[[StoredTensor], bytes]) -> Mesh:
-    """Return a mesh from any dialect; ``read_storage`` fetches the few bytes of its rank tensor."""
+def read_mesh(record: Any, rank: int, read_storage: Callable[[StoredTensor], bytes]) -> Mesh:
+    """Return the mesh that ``rank`` wrote, from any dialect; ``read_storage`` fetches the few bytes of its rank tensor.
+
+    From torch 2.10 on, a sub-mesh is a layout over the ranks of the whole mesh, and which of the equal sub-meshes is
+    meant follows from the rank that is in it.
+    """
     if not is_record(record, "DeviceMesh"):
         raise BrokenCheckpoint(f"{record!r} stands where a device mesh should", code="unreadable-pickle")
     names = record.get("mesh_dim_names") or record.get("_mesh_dim_names")
     if record.get("mesh") is not None:
         view = stored_tensor(record.get("mesh"))
         shape, strides, start = view.size, view.strides, view.start
+        values = _integers(view, read_storage)
         dialect = "2.6 or 2.7" if record.get("_dim_group_infos") is not None else "2.8 or 2.9"
     else:
-        view = stored_tensor(record.get("_rank_map"))
-        (shape, strides), start = _layout(record.get("_layout")), 0
+        shape, strides = _layout(record.get("_layout"))
+        values = _integers(stored_tensor(record.get("_rank_map")), read_storage)
+        at = values.index(rank) if rank in values else 0
+        start = at - sum(at // step % n * step for n, step in zip(shape, strides, strict=True) if step)
         dialect = "2.13" if isinstance(record.get("_layout").get("axes"), tuple) else "2.10 to 2.12"
     if math.prod(shape) > MAX_RANKS:
         raise BrokenCheckpoint(f"a device mesh of shape {shape}", code="unreadable-pickle")
-    values = _integers(view, read_storage)
     flat = [start + sum(map(int.__mul__, at, strides)) for at in product(*map(range, shape))]
-    if flat and max(flat) >= len(values):
+    if flat and not 0 <= min(flat) <= max(flat) < len(values):
         raise BrokenCheckpoint("a device mesh reaches out of its rank map", code="unreadable-pickle")
     if not isinstance(names, tuple) or len(names) != len(shape):
         names = tuple(f"dim{d}" for d in range(len(shape)))

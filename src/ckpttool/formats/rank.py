@@ -15,6 +15,9 @@ from ckpttool.tensors import DTYPE_BITS, Index, Piece, Place, Wrap, contiguous_s
 PLAIN = "replicated"
 """How a plain tensor is placed: every rank stores all of it."""
 
+WHOLE = "whole"
+"""How a plain tensor is placed when there is one rank only."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -116,7 +119,7 @@ class RankReader:
 
     def _read_layout(self, record: Any, placements: tuple[Placement, ...]) -> Layout:
         if id(record) not in self.meshes:
-            self.meshes[id(record)] = read_mesh(record, lambda view: self.archive.read(f"data/{view.storage}"))
+            self.meshes[id(record)] = read_mesh(record, self.rank, self._storage)
         mesh = self.meshes[id(record)]
         coordinate = mesh.coordinate(self.rank)
         recorded = record.get("_coordinate_on_dim")
@@ -126,6 +129,9 @@ class RankReader:
             )
         axes = zip(placements, mesh.names, mesh.shape, strict=False)
         return Layout(mesh, coordinate, placements, ", ".join(f"{p} over {name}={n}" for p, name, n in axes))
+
+    def _storage(self, view: StoredTensor) -> bytes:
+        return self.archive.read(f"data/{view.storage}")
 
     def _sharded(self, state: Any) -> Held:
         """Read FSDP1's ``ShardedTensor``: local shards that carry their offsets, and the global metadata."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckpttool.formats import dcp
-from ckpttool.formats.findings import listing
+from ckpttool.formats.findings import counted, listing
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Content
 from ckpttool.inspection.sections import Section
@@ -37,18 +37,18 @@ def inspect_archive(path: Path, evidence: tuple[str, ...]) -> Draft:
 def archive_facts(draft: Draft, source: dcp.DcpSource) -> None:
     """Add what an archive says about its writer, its layers and its optimizer."""
     if source.writer:
-        draft.facts["written by"] = source.writer
+        draft.facts.setdefault("written by", source.writer)
     if source.ranks:
-        draft.facts["world size"] = f"data files of {source.ranks} ranks"
+        draft.facts.setdefault("world size", f"data files of {counted(source.ranks, 'rank')}")
     layers = _layers({n: t for n, t in source.tensors.items() if dcp.part_of(n) == "model"})
     if layers:
-        draft.facts["layers"] = layers
+        draft.facts.setdefault("layers", layers)
     optimizer = _optimizer_format(source.tensors.keys() | source.objects.keys())
     if optimizer:
-        draft.facts["optimizer"] = optimizer
+        draft.facts.setdefault("optimizer", optimizer)
     iteration = source.unsharded.get("iteration") if source.unsharded else None
     if type(iteration) is int:
-        draft.facts["iteration"] = f"{iteration:,} (in {source.common_kind})"
+        draft.facts.setdefault("iteration", f"{iteration:,} (in {source.common_kind})")
 
 
 def _layers(tensors: Mapping[str, TensorInfo]) -> str:

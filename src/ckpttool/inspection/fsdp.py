@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.formats import fsdp
-from ckpttool.formats.findings import OTHER_NODES, ranges
+from ckpttool.formats.findings import OTHER_NODES, counted, ranges
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta, small_object
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Content
@@ -22,7 +22,8 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     draft = Draft(path=path, kind="fsdp-lora" if lora else "fsdp", title=what, evidence=evidence)
     draft.add(Section("", source))
     present = source.files.ranks("model", source.world_size)
-    draft.facts["world size"] = f"{source.world_size} (model files of rank {ranges(present) or 'none'})"
+    shown = ranges(present) or "none"
+    draft.facts["world size"] = f"{counted(source.world_size, 'rank')} (model files of rank {shown})"
     if source.mesh is not None:
         draft.facts["mesh"] = f"{source.mesh} (written by torch {source.mesh.dialect})"
     placements = Counter(t.placement for t in source.tensors.values())
@@ -32,10 +33,12 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
         files = source.files.ranks(kind, source.world_size)
         if files:
             size = sum((path / file).stat().st_size for file in files.values() if (path / file).is_file())
-            draft.contents.append(Content(name, "", bytes=size, detail=f"{len(files)} {kind} files, not opened"))
+            draft.contents.append(
+                Content(name, "", bytes=size, detail=f"{counted(len(files), f'{kind} file')}, not unpickled")
+            )
     add_lora_meta(draft)
     add_dataloader(draft)
-    _add_huggingface(draft, f"the weights are in {len(present)} FSDP shards")
+    _add_huggingface(draft, f"the weights are in {counted(len(present), 'FSDP shard')}")
     return draft
 
 

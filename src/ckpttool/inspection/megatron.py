@@ -37,7 +37,7 @@ def inspect_role(path: Path, evidence: tuple[str, ...]) -> Draft:
     v2 = bool(trees) or _filled(path / layout.HUGGINGFACE)
     draft = Draft(path=path, kind=V2 if v2 else V1, title="", evidence=evidence)
     _add_archives(draft, [layout.V1_ARCHIVE] if v1 else [], trees)
-    for where in (layout.HUGGINGFACE, layout.V1_HUGGINGFACE):
+    for where in [w for w in (layout.HUGGINGFACE, layout.V1_HUGGINGFACE) if _filled(path / w)]:
         add_huggingface(draft, where, _where_weights_are(draft))
     _note_empty(draft)
     _note_adapters(draft)
@@ -72,8 +72,7 @@ def _add_archives(draft: Draft, v1: list[str], trees: list[str]) -> None:
         opened[key] = where
         source = dcp.open_(draft.path / where)
         draft.add(Section(where, source))
-        if len(opened) == 1 or any(dcp.part_of(n) == "model" for n in source.tensors):
-            archive_facts(draft, source)
+        archive_facts(draft, source)
 
 
 def _check_tree_files(draft: Draft, where: str, like: str) -> None:

@@ -36,7 +36,8 @@ def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]]) -> 
     names = steps(path)
     kind, title = _run_kind(names)
     file = tracker(path)
-    evidence = [f"{len(names)} step directories" + (f" ({names[0].name} to {names[-1].name})" if names else "")]
+    noun = "step directory" if len(names) == 1 else "step directories"
+    evidence = [f"{len(names)} {noun}" + (f" ({names[0].name} to {names[-1].name})" if names else "")]
     if file is not None:
         evidence.append(file.name)
     draft = Draft(path=path, kind=kind, title=title, evidence=tuple(evidence))
@@ -110,12 +111,14 @@ def _check_tracker(draft: Draft, name: str, said: str, names: list[Path], latest
 
 def inspect_step(path: Path, look: Look, roles: list[Path]) -> Draft:
     """Describe a step that holds role directories."""
-    draft = Draft(
-        path=path,
-        kind="step",
-        title="training step",
-        evidence=tuple(f"{role.name}/" for role in roles),
-    )
+    names = [role.name for role in roles]
+    if layout.step_of(path.name) is not None:
+        kind, title = "step", "training step"
+    elif any(name.startswith("pytorch_model_fsdp_") for name in names):
+        kind, title = "accelerate", "accelerate checkpoint (SHARDED_STATE_DICT)"
+    else:
+        kind, title = "collection", "directory of checkpoints"
+    draft = Draft(path=path, kind=kind, title=title, evidence=tuple(f"{name}/" for name in names))
     rows = [_row(role, path, look, draft) for role in roles]
     draft.run = Run(tuple(rows), None, None, None)
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from ckpttool.formats.findings import counted
 from ckpttool.inspection.result import Content, TensorRow
 from ckpttool.source import Source
 from ckpttool.tensors import TensorInfo
@@ -56,7 +57,7 @@ def contents(section: Section) -> Iterator[Content]:
 def _detail(source: Source, tensors: int, objects: int) -> str:
     words = [{"fsdp": "FSDP shards", "torch_dist": "torch_dist", "dcp": "DCP"}.get(source.format, "safetensors")]
     if objects:
-        words.append(f"{objects:,} objects" if tensors else f"{objects:,} pickled objects")
+        words.append(counted(objects, "object" if tensors else "pickled object"))
     return ", ".join(words)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 
@@ -21,7 +22,13 @@ def suggest(found: Inspection) -> Iterator[Suggestion]:
 
 def inspect_command(path: str, why: str, *options: str) -> Suggestion:
     """Return an ``inspect`` call, quoted for a shell."""
-    return Suggestion(shlex.join(["ckpttool", "inspect", path, *options]), why)
+    return Suggestion(shlex.join(["ckpttool", "inspect", _typed(path), *options]), why)
+
+
+def _typed(path: str) -> str:
+    """Return the path as one would type it here: relative when it lies below the working directory."""
+    here = os.getcwd()  # noqa: PTH109 - text, not a Path
+    return os.path.relpath(path, here) if os.path.commonpath([here, path]) == here else path
 
 
 def _after_run(found: Inspection) -> Iterator[Suggestion]:
