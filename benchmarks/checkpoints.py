@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 
@@ -42,7 +43,7 @@ def _shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
             shapes[f"model.layers.{layer}.mlp.{name}.weight"] = (hidden, hidden)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{layer}.{name}.weight"] = (hidden,)
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (1000, hidden)}
+    return shapes | {"model.norm.weight": (hidden,), "model.norm.bias": (hidden,), "lm_head.weight": (1000, hidden)}
 
 
 def dcp_metadata(path: Path, *, ranks: int = 1024, chunks: int = 100_000) -> None:
@@ -51,3 +52,8 @@ def dcp_metadata(path: Path, *, ranks: int = 1024, chunks: int = 100_000) -> Non
 
     path.mkdir(parents=True, exist_ok=True)
     builders.synthetic_metadata(path / ".metadata", ranks=ranks, chunks=chunks)
+
+
+if __name__ == "__main__":  # a process of its own, so that the one that measures stays small
+    fsdp_role(Path(sys.argv[1]))
+    dcp_metadata(Path(sys.argv[2]))

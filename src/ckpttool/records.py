@@ -6,9 +6,8 @@ shards written on CUDA or NPU machines read the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.tensors import DTYPE_BITS, Index
@@ -103,8 +102,7 @@ METADATA_NAMES: frozenset[tuple[str, str]] = frozenset(
 """What ``.metadata`` and ``common.pt`` name; their other classes become inert records."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor as ``torch.save`` writes it: a strided view (in elements) into a named storage."""
 
     dtype: str

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import IO, Any
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -23,6 +26,8 @@ PIPED_WIDTH = 120
 BAR = 20
 MODULES_SHOWN = 24
 
+_TRAILING = re.compile(r" +\n")
+
 _STATE_STYLES: Mapping[State, str] = {
     "complete": "bold green",
     "incomplete": "bold red",
@@ -32,13 +37,13 @@ _STATE_STYLES: Mapping[State, str] = {
 }
 
 
-def console(file: IO[str] | None = None, color: str = "auto") -> Console:
+def console(file: TextIO | None = None, color: str = "auto") -> Console:
     """Return a console for data (stdout by default) that never cuts a line short when it is piped."""
     file = file or sys.stdout
     piped = not file.isatty()
     width = PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
     return Console(
-        file=file,
+        file=cast(TextIO, _Trimmed(file)) if piped else file,
         width=width,
         highlight=False,
         soft_wrap=False,
@@ -46,6 +51,26 @@ def console(file: IO[str] | None = None, color: str = "auto") -> Console:
         no_color=True if color == "never" else None,
         color_system=None if color == "never" else "auto",
     )
+
+
+class _Trimmed(io.TextIOBase):
+    """A pipe without the spaces that tables leave at the end of lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The encoding of the pipe."""
+        return self._file.encoding
+
+    def write(self, text: str) -> int:
+        """Write text, trimmed line by line."""
+        return self._file.write(_TRAILING.sub("\n", text))
+
+    def flush(self) -> None:
+        """Flush the pipe."""
+        self._file.flush()
 
 
 def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) -> str:
@@ -72,6 +97,12 @@ def show_error(error: CkpttoolError, out: Console) -> None:
 def clean(text: str, *, lines: bool = False) -> str:
     """Escape what could move the cursor or colour the terminal: names come from untrusted files."""
     return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown_path(path: str) -> str:
+    """Return a path relative to the working directory when it lies below it."""
+    here = str(Path.cwd())
+    return os.path.relpath(path, here) if Path(path).is_relative_to(here) else path
 
 
 def size(count: float) -> str:
@@ -123,7 +154,7 @@ def _verdict(found: Inspection) -> Text:
     text = Text(clean(found.title) or "file", "bold")
     if found.kind != "file" or found.state != "complete":
         text += Text(": ") + Text(found.state, _STATE_STYLES[found.state])
-    return text + Text(f"\n{clean(found.path)}", "dim")
+    return text + Text(f"\n{clean(shown_path(found.path))}", "dim")
 
 
 def _blocks(found: Inspection) -> Iterable[tuple[str, RenderableType]]:

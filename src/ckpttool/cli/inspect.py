@@ -35,9 +35,13 @@ def inspect(
     ctx.obj.begin("inspect", json=json, color=check_color(color))
     from ckpttool import render
     from ckpttool.inspection import inspect as look
-    from ckpttool.inspection.choice import choose
 
-    found = look(choose(Path(path), step, role), tensors=tensors)
+    where = Path(path)
+    if step is not None or role is not None:
+        from ckpttool.inspection.choice import choose
+
+        where = choose(where, step, role)
+    found = look(where, tensors=tensors)
     code = 1 if strict and found.faults else 0
     if json:
         data = render.envelope("inspect", ok=code == 0, data=found.as_json(), problems=found.problems)

@@ -12,8 +12,16 @@ from ckpttool.errors import UsageError
 
 COLORS = ("auto", "always", "never")
 
+
+def _complete_color(incomplete: str) -> list[str]:
+    return [color for color in COLORS if color.startswith(incomplete)]
+
+
 Json = Annotated[bool, Option("--json", help="Print one JSON object with everything, for programs.")]
-Color = Annotated[str, Option("--color", metavar="|".join(COLORS), help="When to colour the output.")]
+Color = Annotated[
+    str,
+    Option("--color", metavar="|".join(COLORS), help="When to colour the output.", autocompletion=_complete_color),
+]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print the verdict only.")]
 Force = Annotated[bool, Option("--force", help="Replace what exists at the destination.")]
 

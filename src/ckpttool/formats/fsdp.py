@@ -17,7 +17,7 @@ from typing import Any
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
 from ckpttool.formats.findings import OTHER_NODES, Findings, listing, ranges
-from ckpttool.formats.jsonfile import read_json
+from ckpttool.formats.jsonfile import read_object
 from ckpttool.formats.mesh import Mesh
 from ckpttool.formats.rank import PLAIN, WHOLE, Held, RankReader
 from ckpttool.records import SHARD_NAMES
@@ -131,8 +131,7 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
 def _choose_world_size(path: Path, files: ShardFiles, found: Findings) -> int:
     """Pick the one complete set of model files; say so when that is a choice."""
     sets = files.by_kind.get("model") or next(iter(files.by_kind.values()))
-    config = read_json(path / CONFIG_FILE) if (path / CONFIG_FILE).is_file() else {}
-    said = config.get("world_size") if isinstance(config, dict) else None
+    said = _said(path, found)
     complete = [size for size in sets if not files.missing("model", size)]
     if len(complete) > 1:
         found.problems.append(
@@ -167,6 +166,17 @@ def _choose_world_size(path: Path, files: ShardFiles, found: Findings) -> int:
     return best
 
 
+def _said(path: Path, found: Findings) -> Any:
+    """Return the world size of ``fsdp_config.json``, which is a cross-check: older verl has no such file."""
+    if not (path / CONFIG_FILE).is_file():
+        return None
+    try:
+        return read_object(path / CONFIG_FILE).get("world_size")
+    except CkpttoolError as error:
+        found.of(error, CONFIG_FILE)
+        return None
+
+
 def _check_files(path: Path, files: ShardFiles, world_size: int, found: Findings) -> None:
     """Report missing ranks of every kind, and files that their zip directory shows to be cut short."""
     for kind in files.by_kind:
@@ -176,7 +186,8 @@ def _check_files(path: Path, files: ShardFiles, world_size: int, found: Findings
             found.problems.append(
                 Problem(
                     code="rank-missing",
-                    message=f"{kind} shards missing of {len(missing)} of {world_size} ranks: {ranges(missing)}",
+                    message=f"{kind} shards of rank {ranges(missing)} are missing "
+                    f"({len(missing)} of {world_size} ranks)",
                     hint=OTHER_NODES,
                 )
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.mesh import Mesh, Placement, local_box, read_mesh, read_placement
@@ -19,8 +19,7 @@ WHOLE = "whole"
 """How a plain tensor is placed when there is one rank only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """What one rank holds of one tensor of this dtype and global shape."""
 
     dtype: str
@@ -53,7 +52,7 @@ class RankReader:
         self.rank = rank
         self.meshes: dict[int, Mesh] = {}
         self.other = 0
-        self._layouts: dict[tuple[int, tuple[Placement, ...]], Layout] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._boxes: dict[tuple[Index, int], tuple[Index, Index]] = {}
 
     def held(self, value: Any) -> Held | None:
@@ -112,7 +111,7 @@ class RankReader:
         if not isinstance(placements, tuple | list):
             raise BrokenCheckpoint("a DTensor without placements", code="unreadable-pickle")
         kinds = tuple(map(read_placement, placements))
-        key = (id(mesh), kinds)
+        key = (id(mesh), *map(id, kinds))  # placements are made once, and the layout keeps them
         if key not in self._layouts:
             self._layouts[key] = self._read_layout(mesh, kinds)
         return self._layouts[key]

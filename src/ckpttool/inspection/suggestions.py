@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 from ckpttool.inspection.result import Inspection, Suggestion
+from ckpttool.layout import step_of
 
 COMMANDS = frozenset({"demo", "inspect"})
 """The commands that exist; only these are suggested."""
@@ -16,8 +18,15 @@ def suggest(found: Inspection) -> Iterator[Suggestion]:
     """Yield what to type after seeing this, most useful first."""
     if found.run is not None:
         yield from _after_run(found)
+    elif found.state == "incomplete" and found.step is not None:
+        yield inspect_command(str(_run_of(Path(found.path))), "see which steps of the run are whole")
     elif found.parameters is not None and not found.tensors:
         yield inspect_command(found.path, "list every tensor", "--tensors")
+
+
+def _run_of(path: Path) -> Path:
+    """Return the directory above the step directory that a path lies in."""
+    return next((p.parent for p in (path, *path.parents) if step_of(p.name) is not None), path)
 
 
 def inspect_command(path: str, why: str, *options: str) -> Suggestion:

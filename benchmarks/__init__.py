@@ -1,0 +1,1 @@
+"""Benchmarks: whole processes, in turn, as ratios within one run."""

@@ -1,0 +1,81 @@
+"""Time whole commands against each other: A B A B ..., medians, and the ratio pair by pair."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+TYPER = (sys.executable, "-c", "import typer")
+"""The yardstick for start-up: what any Typer program pays before its first line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process: wall and CPU seconds, peak memory in MiB (``ru_maxrss``)."""
+
+    wall: float
+    cpu: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Medians of two commands and of their ratio, with the limit that it has to keep."""
+
+    name: str
+    ours: Run
+    theirs: Run
+    ratio: float
+    limit: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether the limit holds."""
+        return self.ratio <= self.limit
+
+    def __str__(self) -> str:
+        word = "ok" if self.kept else "OVER"
+        return (
+            f"{self.name:<34} {self.ours.wall * 1000:7.0f} ms {self.ours.peak:6.0f} MiB"
+            f"   yardstick {self.theirs.wall * 1000:6.0f} ms   ratio {self.ratio:5.2f}   limit {self.limit}  {word}"
+        )
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
+    """Run a command with its output thrown away; raises ``RuntimeError`` when it fails."""
+    start = time.perf_counter()
+    nowhere = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0), (os.POSIX_SPAWN_DUP2, 1, 2)]
+    pid = os.posix_spawnp(command[0], list(command), {**os.environ, **(environment or {})}, file_actions=nowhere)
+    _, status, usage = os.wait4(pid, 0)
+    wall = time.perf_counter() - start
+    if os.waitstatus_to_exitcode(status):
+        raise RuntimeError(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}")
+    return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+
+
+def compare(
+    name: str,
+    ours: Sequence[str],
+    theirs: Sequence[str],
+    limit: float,
+    *,
+    runs: int = 9,
+    environment: Mapping[str, str] | None = None,
+) -> Ratio:
+    """Run two commands in turn, after one warm-up each, and return their medians."""
+    run(ours, environment), run(theirs)
+    pairs = [(run(ours, environment), run(theirs)) for _ in range(runs)]
+    ratio = statistics.median(a.wall / b.wall for a, b in pairs)
+    return Ratio(name, _median([a for a, _ in pairs]), _median([b for _, b in pairs]), ratio, limit)
+
+
+def _median(runs: Sequence[Run]) -> Run:
+    return Run(
+        statistics.median(r.wall for r in runs),
+        statistics.median(r.cpu for r in runs),
+        statistics.median(r.peak for r in runs),
+    )
