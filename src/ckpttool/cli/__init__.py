@@ -27,8 +27,8 @@ app = Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("inspect", cls=PlainCommand)(inspect)
-app.command("demo", cls=PlainCommand)(demo)
+app.command("inspect", cls=PlainCommand, short_help="What is it, is it whole, what is in it, what next.")(inspect)
+app.command("demo", cls=PlainCommand, short_help="Try the commands on small real checkpoints.")(demo)
 
 BUG = 70
 REPORT = "Please report it with the output of the same command and --debug: see CONTRIBUTING.md."
