@@ -25,6 +25,10 @@ ENVELOPE_VERSION = 1
 PIPED_WIDTH = 120
 BAR = 20
 MODULES_SHOWN = 24
+WIDE = 110
+"""Columns from which tables show everything."""
+
+_CONTENT_COLUMNS = ("what", "where", "tensors", "parameters", "bytes", "how")
 
 _TRAILING = re.compile(r" +\n")
 
@@ -140,7 +144,7 @@ def show_inspection(found: Inspection, out: Console, *, quiet: bool = False, lis
     if listing:
         _show_tensors(found.tensors, out)
     else:
-        for title, body in _blocks(found):
+        for title, body in _blocks(found, narrow=out.width < WIDE):
             out.print()
             if title:
                 out.print(Text(title, "bold"))
@@ -157,16 +161,16 @@ def _verdict(found: Inspection) -> Text:
     return text + Text(f"\n{clean(shown_path(found.path))}", "dim")
 
 
-def _blocks(found: Inspection) -> Iterable[tuple[str, RenderableType]]:
+def _blocks(found: Inspection, *, narrow: bool) -> Iterable[tuple[str, RenderableType]]:
     yield "", _facts(found)
     if found.run is not None and found.run.rows:
         yield "Steps", _run_table(found.run)
     if found.contents:
-        yield "Contents", _contents(found.contents)
+        yield "Contents", _contents(found.contents, narrow)
     if found.modules is not None and found.parameters:
         yield "Modules", _modules(found.modules)
     if found.manifest is not None:
-        yield "Manifest", _manifest(found.manifest)
+        yield "Manifest", _manifest(found.manifest, narrow)
 
 
 def _grid() -> Table:
@@ -240,17 +244,20 @@ def _run_table(run: Run) -> Table:
     return table
 
 
-def _contents(contents: Sequence[Content]) -> Table:
-    table = _table("what", "where", "tensors", "parameters", "bytes", "how", right=("tensors", "parameters", "bytes"))
+def _contents(contents: Sequence[Content], narrow: bool) -> Table:
+    """Show what is held; a narrow terminal gets the first words of the last column only."""
+    columns = ("what", "where", "parameters", "bytes", "how") if narrow else _CONTENT_COLUMNS
+    table = _table(*columns, right=("tensors", "parameters", "bytes"))
     for item in contents:
-        table.add_row(
-            item.name,
-            Text(clean(item.where) or "."),
-            f"{item.tensors:,}" if item.tensors else "",
-            number(item.parameters) if item.parameters else "",
-            size(item.bytes) if item.bytes else "",
-            Text(clean(item.detail)),
-        )
+        cells = {
+            "what": Text(item.name, no_wrap=True),
+            "where": Text(clean(item.where) or ".", no_wrap=narrow),
+            "tensors": Text(f"{item.tensors:,}" if item.tensors else ""),
+            "parameters": Text(number(item.parameters) if item.parameters else "", no_wrap=True),
+            "bytes": Text(size(item.bytes) if item.bytes else "", no_wrap=True),
+            "how": Text(clean(re.split("[,:]", item.detail)[0] if narrow else item.detail)),
+        }
+        table.add_row(*(cells[column] for column in columns))
     return table
 
 
@@ -291,21 +298,17 @@ def _unicode() -> bool:
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
 
 
-def _manifest(manifest: Manifest) -> RenderableType:
+def _manifest(manifest: Manifest, narrow: bool) -> RenderableType:
     grid = _grid()
     grid.add_row("schema", str(manifest.schema_version))
     grid.add_row("save contents", Text(clean(", ".join(manifest.save_contents))))
     if manifest.backend:
         grid.add_row("backend", Text(clean(", ".join(f"{k} {v}".lower() for k, v in manifest.backend.items()))))
-    table = _table("tree", "holds", "format", "written by", "on disk")
+    table = _table("tree", "holds", *(() if narrow else ("format", "written by")), "on disk")
     for tree in manifest.trees:
-        table.add_row(
-            clean(tree.path),
-            tree.holds,
-            tree.format,
-            tree.backend,
-            Text("there", "green") if tree.found else Text("missing", "bold red"),
-        )
+        how = () if narrow else (tree.format, tree.backend)
+        state = Text("there", "green") if tree.found else Text("missing", "bold red")
+        table.add_row(clean(tree.path), tree.holds, *how, state)
     return Group(grid, table) if manifest.trees else grid
 
 

@@ -49,7 +49,10 @@ _MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetada
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpSource:
-    """An opened archive. ``objects`` are pickled values by key; ``unsharded`` is the common state, where readable."""
+    """An opened archive. ``objects`` are pickled values by key; ``unsharded`` is the common state, where readable.
+
+    ``flattened`` are the tensors that megatron-core to 0.15 stored as ranges of a flattened one.
+    """
 
     root: Path
     format: str
@@ -60,6 +63,7 @@ class DcpSource:
     common_kind: str
     writer: str
     ranks: int
+    flattened: frozenset[str]
     problems: tuple[Problem, ...]
 
     def part_of(self, name: str) -> str:
@@ -99,23 +103,28 @@ def _open(path: Path) -> DcpSource:
     found = Findings()
     backend = _backend(path)
     metadata, names = _metadata(path, found)
-    storage = _storage(metadata)
+    storage = _storage(metadata, found)
     tensors: dict[str, TensorInfo] = {}
     objects: dict[str, Place] = {}
     for key, entry in _entries(metadata):
         if is_record(entry, "TensorStorageMetadata"):
-            tensors[key] = _tensor(key, entry, storage, found)
+            try:
+                tensors[key] = _tensor(key, entry, storage, found)
+            except BrokenCheckpoint as error:
+                found.group(error.code, error.message, key)
         elif (key, None) in storage:
             objects[key] = storage[key, None]
         else:
             found.group("no-bytes", "not in the storage list of .metadata", key)
-    has_mcore_data = metadata is not None and metadata.get("mcore_data") is not None
+    mcore_data = metadata.get("mcore_data") if metadata is not None else None
     del metadata
     _check_files(path, storage, found)
     common, common_kind = _common(path, objects, found)
     is_megatron = backend is not None or common_kind != "" or any(map(_MEGATRON_KEY.search, (*tensors, *objects)))
     if is_megatron and backend is None:
         found.problems.append(_unfinished(path))
+    if backend and "common_backend" in backend and not common_kind:
+        found.problems.append(_COMMON_MISSING)
     return DcpSource(
         root=path,
         format=TORCH_DIST if is_megatron else PLAIN_DCP,
@@ -124,10 +133,25 @@ def _open(path: Path) -> DcpSource:
         backend=backend,
         unsharded=common,
         common_kind=common_kind,
-        writer=_writer(names, has_mcore_data, common_kind) if is_megatron else "",
+        writer=_writer(names, mcore_data is not None, common_kind) if is_megatron else "",
         ranks=len({_rank(place.file) for place in storage.values()} - {None}),
+        flattened=_flattened(mcore_data),
         problems=found.all(),
     )
+
+
+_COMMON_MISSING = Problem(
+    code="common-missing",
+    path=COMMON_FILE,
+    message=f"{COMMON_FILE}, which {BACKEND_FILE} promises (megatron-core to 0.18), is missing",
+    hint="Megatron refuses to load it; the tensors are not affected.",
+)
+
+
+def _flattened(mcore_data: object) -> frozenset[str]:
+    """Return the keys whose shape on disk is not that of the tensor, as megatron-core notes beside the index."""
+    entries = mcore_data.items() if isinstance(mcore_data, dict) else ()
+    return frozenset(str(k) for k, v in entries if isinstance(v, dict) and "nd_reformulated_orig_global_shape" in v)
 
 
 def _unfinished(path: Path) -> Problem:
@@ -185,17 +209,23 @@ def _entries(metadata: Record | None) -> Iterator[tuple[str, Any]]:
     yield from ((str(key), entry) for key, entry in entries.items()) if isinstance(entries, dict) else ()
 
 
-def _storage(metadata: Record | None) -> dict[tuple[str, Index | None], Place]:
+def _storage(metadata: Record | None, found: Findings) -> dict[tuple[str, Index | None], Place]:
     """Return where each (key, chunk offset) lies; the recorded index of a chunk adds nothing and varies."""
     entries = metadata.get("storage_data") if metadata else None
     storage: dict[tuple[str, Index | None], Place] = {}
     for index, info in entries.items() if isinstance(entries, dict) else ():
         if not is_record(index, "MetadataIndex") or not is_record(info, "_StorageInfo"):
-            raise BrokenCheckpoint(".metadata: its storage list holds something else", code="unreadable-pickle")
+            found.group("unreadable-pickle", "the storage list of .metadata holds something else", repr(index))
+            continue
         offset = index.get("offset")
-        start, length = shape_of((info.get("offset"), info.get("length")))
-        place = Place(_inside(info.get("relative_path")), start, length, Wrap.ZIP_ARCHIVE)
-        storage[str(index.get("fqn")), None if offset is None else shape_of(offset)] = place
+        file = _inside(info.get("relative_path"))
+        try:
+            start, length = shape_of((info.get("offset"), info.get("length")))
+            storage[str(index.get("fqn")), None if offset is None else shape_of(offset)] = Place(
+                file, start, length, Wrap.ZIP_ARCHIVE
+            )
+        except BrokenCheckpoint as error:
+            found.group(error.code, error.message, str(index.get("fqn")))
     return storage
 
 
@@ -218,6 +248,8 @@ def _tensor(key: str, entry: Record, storage: Mapping[tuple[str, Index | None], 
     shape = shape_of(entry.get("size"))
     pieces: dict[tuple[Index, Index], Piece] = {}
     for chunk in chunks if isinstance(chunks, list) else ():
+        if not is_record(chunk, "ChunkStorageMetadata"):
+            raise BrokenCheckpoint(f"{chunk!r} stands where a chunk should", code="unreadable-pickle")
         offset, size = shape_of(chunk.get("offsets")), shape_of(chunk.get("sizes"))
         place = storage.get((key, offset))
         if place is None:
@@ -262,7 +294,7 @@ def _check_files(path: Path, storage: Mapping[tuple[str, Index | None], Place], 
         found.problems.append(
             Problem(
                 code="file-missing",
-                message=f"{len(missing)} of {len(needed)} data files are missing: {listing(missing)}",
+                message=f"{len(missing)} of {len(needed)} data files missing: {listing(missing)}",
                 hint=OTHER_NODES,
             )
         )

@@ -106,17 +106,21 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
     size = world_size or _choose_world_size(path, files, found)
     _check_files(path, files, size, found)
     held: dict[str, dict[int, Held]] = {}
+    unread: set[tuple[str, int]] = set()
     meshes: list[Mesh] = []
     read = []
     for rank, name in files.ranks("model", size).items():
         try:
-            _read_rank(path / name, rank, held, meshes, found)
+            _read_rank(path / name, rank, held, unread, meshes, found)
             read.append(rank)
         except Refused:
             raise
         except CkpttoolError as error:
             found.of(error, name)
-    tensors = {name: _tensor(name, by_rank, read, size, found) for name, by_rank in held.items()}
+    tensors = {
+        name: _tensor(name, by_rank, [r for r in read if (name, r) not in unread] if unread else read, size, found)
+        for name, by_rank in held.items()
+    }
     mesh = max(meshes, key=lambda m: (len(m.ranks), len(m.shape)), default=None)
     return FsdpSource(
         root=path,
@@ -218,7 +222,14 @@ def _damage(error: CkpttoolError, name: str, others: set[int]) -> Problem:
     return Problem(code=error.code, message=error.message + beside, hint=error.hint, path=name)
 
 
-def _read_rank(path: Path, rank: int, held: dict[str, dict[int, Held]], meshes: list[Mesh], found: Findings) -> None:
+def _read_rank(
+    path: Path,
+    rank: int,
+    held: dict[str, dict[int, Held]],
+    unread: set[tuple[str, int]],
+    meshes: list[Mesh],
+    found: Findings,
+) -> None:
     archive = _open_shard(path)
     state, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=path.name)
     if not isinstance(state, dict):
@@ -231,6 +242,7 @@ def _read_rank(path: Path, rank: int, held: dict[str, dict[int, Held]], meshes: 
             raise
         except BrokenCheckpoint as error:
             found.group(error.code, f"rank {rank}: {error.message}", str(name))
+            unread.add((str(name), rank))
             continue
         if entry is not None:
             held.setdefault(str(name), {})[rank] = entry

@@ -226,7 +226,7 @@ def _check_numbering(weights: list[str], found: Findings) -> None:
             found.problems.append(
                 Problem(
                     code="file-missing",
-                    message=f"{len(names)} of {int(total)} weight files are missing: {listing(names)}",
+                    message=f"{len(names)} of {int(total)} weight files missing: {listing(names)}",
                 )
             )
 

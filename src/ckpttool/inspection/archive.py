@@ -16,6 +16,8 @@ from ckpttool.tensors import TensorInfo
 _INDEXED = re.compile(r"(.*\blayers)\.(\d+)\.(.+)")
 _STACKED = re.compile(r"(.*\blayers)\.(\D.*)")
 _ONE_EXPERT = re.compile(r".*\.experts\.(?:experts|local_experts)\.(\d+)\..*")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
+_OLD = "The weights are not affected. To resume with the optimizer, load it with the megatron-core that wrote it."
 
 
 def inspect_archive(path: Path, evidence: tuple[str, ...]) -> Draft:
@@ -44,6 +46,11 @@ def archive_facts(draft: Draft, source: dcp.DcpSource) -> None:
     if layers:
         draft.facts.setdefault("layers", layers)
     optimizer = _optimizer_format(source.tensors.keys() | source.objects.keys())
+    if optimizer and _is_flattened(source):
+        optimizer = "old format: ranges of flattened tensors (fully_sharded_model_space)"
+        draft.note(
+            "old-optimizer", "old optimizer format: megatron-core 0.16 and newer cannot load this state", hint=_OLD
+        )
     if optimizer:
         draft.facts.setdefault("optimizer", optimizer)
     iteration = source.unsharded.get("iteration") if source.unsharded else None
@@ -76,7 +83,18 @@ def _optimizer_format(keys: Iterable[str]) -> str:
         return "dp_reshardable buckets (loads on the same data-parallel layout only)"
     if any(".param_state/" in key for key in found):
         return "dp_zero_gather_scatter (one object a data-parallel group)"
-    states = {m[1] for key in found if (m := re.search(r"\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.", key))}
+    states = {m[1] for key in found if (m := _STATE.fullmatch(key))}
     if "param" in states:
         return "fully_reshardable"
     return "one tensor a parameter" + (f" ({listing(sorted(states))})" if states else "")
+
+
+def _is_flattened(source: dcp.DcpSource) -> bool:
+    """Tell whether optimizer states are ranges of flattened parameters, as megatron-core wrote them to 0.15."""
+    content = (source.unsharded or {}).get("content_metadata")
+    if isinstance(content, dict) and content.get("distrib_optim_sharding_type") == "fully_sharded_model_space":
+        return True
+    if any(dcp.part_of(key) == "optimizer" for key in source.flattened):
+        return True
+    states = ((m[2], info) for name, info in source.tensors.items() if (m := _STATE.fullmatch(name)))
+    return any(name in source.tensors and source.tensors[name].shape != info.shape for name, info in states)

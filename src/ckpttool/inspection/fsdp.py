@@ -55,7 +55,12 @@ def inspect_fsdp_remains(path: Path) -> Draft:
 
 
 def _add_huggingface(draft: Draft, weights_are: str) -> None:
-    if (draft.path / layout.V1_HUGGINGFACE).is_dir():
-        from ckpttool.inspection.huggingface import add_huggingface
+    """Add the side files; verl's migration script takes such a role for Megatron and moves them."""
+    for where in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE):
+        if (draft.path / where).is_dir():
+            from ckpttool.inspection.huggingface import add_huggingface
 
-        add_huggingface(draft, layout.V1_HUGGINGFACE, weights_are)
+            add_huggingface(draft, where, weights_are)
+            if where == layout.HUGGINGFACE:
+                hint = f"Move it back to {layout.V1_HUGGINGFACE}/, where mergers of FSDP shards look for it."
+                draft.note("misplaced", f"{where}/ is Megatron's place, this role is FSDP", path=where, hint=hint)

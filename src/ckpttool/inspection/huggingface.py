@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.formats import hf
-from ckpttool.formats.findings import listing
+from ckpttool.formats.findings import counted, listing
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Content
 from ckpttool.inspection.sections import Section
@@ -28,7 +28,7 @@ def inspect_hf(path: Path, evidence: tuple[str, ...]) -> Draft:
     if kind == "huggingface" and source.config is None:
         draft.note("no-config", "config.json is not here: transformers cannot load the weights without it")
     if source.side_files:
-        draft.contents.append(Content("side files", "", detail=listing(source.side_files, 12)))
+        draft.contents.append(Content("side files", "", detail=_file_list(source)))
     return draft
 
 
@@ -47,7 +47,7 @@ def add_huggingface(draft: Draft, where: str, weights_are: str) -> None:
     _hf_facts(draft, source)
     if source.side_files:
         size = sum((path / name).stat().st_size for name in source.side_files if (path / name).is_file())
-        draft.contents.append(Content("side files", where, bytes=size, detail=listing(source.side_files, 12)))
+        draft.contents.append(Content("side files", where, bytes=size, detail=_file_list(source)))
     missing = [
         what for what, there in (("config.json", source.config), ("tokenizer", source.has_tokenizer)) if not there
     ]
@@ -61,3 +61,7 @@ def _hf_facts(draft: Draft, source: hf.HfSource) -> None:
     names = ", ".join(map(str, classes)) if isinstance(classes, list) else ""
     if config.get("model_type") or names:
         draft.facts["model"] = f"{config.get('model_type', 'no model_type')} ({names or 'no architectures'})"
+
+
+def _file_list(source: hf.HfSource) -> str:
+    return f"{counted(len(source.side_files), 'file')}: {listing(source.side_files, 12)}"
