@@ -91,5 +91,8 @@ def _scenes(root: Path) -> list[Scene]:
         Scene("The step that is whole", ("inspect", f"{fsdp}/global_step_10/actor")),
         Scene("The step that is not", ("inspect", f"{fsdp}/global_step_20/actor")),
         Scene("Megatron, in verl's layout v1", ("inspect", f"{megatron}/global_step_10/actor")),
+        Scene("What would it take to load it in current verl?", ("migrate", str(megatron), "--dry-run")),
+        Scene("Do it: names are added, no byte is copied", ("migrate", str(megatron))),
+        Scene("The same role, in layout v2", ("inspect", f"{megatron}/global_step_10/actor")),
         Scene("Some of its tensors", ("inspect", f"{megatron}/global_step_10/actor", "--tensors", "decoder*norm*")),
     ]

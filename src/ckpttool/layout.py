@@ -21,6 +21,9 @@ SCHEMA_VERSION = 2
 TRANSFORMER_CONFIG = "transformer_config.json"
 LORA_META = "lora_train_meta.json"
 
+MIGRATION_STAGING = ".ckpttool-migration"
+"""Where a migration builds trees before it renames them in; a killed one leaves it behind."""
+
 V1_ARCHIVE = "dist_ckpt"
 V1_HUGGINGFACE = "huggingface"
 

@@ -1,13 +1,13 @@
 """The opcodes of a pickle, walked without building anything: what C's unpickler must not be trusted with.
 
 Opcodes that no checkpoint has are refused. Every length and memo index is held against the stream, because C's
-unpickler allocates what it is told to; tuples are weighed, because it hashes nested ones without a bound.
+unpickler allocates what it is told to; tuples are weighed, because it hashes and compares nested ones without a bound.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ckpttool.errors import BrokenCheckpoint, Refused
 
@@ -18,10 +18,16 @@ WEIGHT_LIMIT = 1 << 18
 
 _NESTING = 64
 
+KEYS_LIMIT = 1 << 16
+"""Most elements in all tuples together that are keys of dicts or elements of sets: their hashes can be made equal,
+and then each is compared with every other."""
+
+_LONG_MOST = 9  # bytes of an integer: the hashes of longer ones can be made equal as well
+
 # What each opcode does, by kind: the frequent ones first, because the loop below asks in this order.
 _GET1, _PUSHN, _MEMOIZE, _GET4, _TUPLE_N, _PUSH0 = range(6)
 _TO_MARK, _BUILD, _MARK, _CALL, _PUT1, _COUNTED, _TUPLE, _GLOBAL = range(6, 14)
-_POP1, _POP2, _PERSID, _STACK_GLOBAL, _NEWOBJ_EX, _PROTO, _FRAME, _STOP = range(14, 22)
+_POP1, _POP2, _PERSID, _STACK_GLOBAL, _NEWOBJ_EX, _PROTO, _FRAME, _STOP, _LONG = range(14, 23)
 _KINDS: dict[int, bytes] = {
     _MEMOIZE: b"\x94",
     _GET1: b"h",
@@ -33,7 +39,7 @@ _KINDS: dict[int, bytes] = {
     _TO_MARK: b"ue\x90",  # SETITEMS, APPENDS, ADDITEMS
     _TUPLE_N: b"\x85\x86\x87",
     _PUT1: b"q",
-    _COUNTED: b"X\x8c\x8dBC\x8e\x8a",  # strings, bytes, LONG1
+    _COUNTED: b"X\x8c\x8dBC\x8e",  # strings, bytes
     _TUPLE: b"t\x91",  # TUPLE, FROZENSET
     _PUSHN: b"KMJG",  # BININT1, BININT2, BININT, BINFLOAT
     _POP1: b"a",  # APPEND
@@ -45,10 +51,11 @@ _KINDS: dict[int, bytes] = {
     _PROTO: b"\x80",
     _FRAME: b"\x95",
     _STOP: b".",
+    _LONG: b"\x8a",  # LONG1
 }
 _KIND = [next((kind for kind, ops in _KINDS.items() if op in ops), 99) for op in range(256)]
 _FOUR = struct.Struct("<I")
-_COUNT_BYTES = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8E: 8, 0x8A: 1}
+_COUNT_BYTES = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8E: 8}
 _PUSHN_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
 # Two idioms of protocol 4 make up most of a large .metadata; each is one step of the loop.
 _NEW_OBJECT = b")\x81\x94}\x94("  # no arguments, NEWOBJ, its state dict, a mark
@@ -79,6 +86,7 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
     stack: list[int] = []
     marks: list[int] = []
     memo: list[int] = []
+    hashed = 0
     push, pop, remember = stack.append, stack.pop, memo.append
     number, four, kinds, size, at = int.from_bytes, _FOUR.unpack_from, _KIND, len(data), 0
     while True:  # the end of the data raises IndexError
@@ -127,7 +135,11 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
                 push(1)
         elif kind < _POP1:
             if kind == _TO_MARK:
-                del stack[marks.pop() :]
+                start = marks.pop()
+                keys = stack[start::2] if op == 0x75 else stack[start:] if op == 0x90 else ()
+                if keys and max(keys) > 1:
+                    hashed = _weigh_keys(hashed, keys, where)
+                del stack[start:]
             elif kind == _BUILD:
                 pop()
             elif kind == _MARK:
@@ -155,7 +167,7 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
             pop()
         elif kind == _POP2:
             pop()
-            pop()
+            hashed = _weigh_keys(hashed, (pop(),), where)
         elif kind == _PERSID:
             stack[-1] = 1
         elif kind == _STACK_GLOBAL:  # find_class checks the names
@@ -171,6 +183,11 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
             if number(data[at : at + 8], "little") > size - at:
                 raise IndexError
             at += 8
+        elif kind == _LONG:
+            if data[at] > _LONG_MOST:
+                raise damaged(where, f"an integer of {data[at]} bytes")
+            at += 1 + data[at]
+            push(1)
         elif kind == _STOP:
             return
         else:
@@ -178,6 +195,13 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
                 f"{where}: the pickle has the opcode {_opcode_name(op)}, which no checkpoint needs",
                 hint="Nothing was run; find out who wrote this file.",
             )
+
+
+def _weigh_keys(hashed: int, keys: Iterable[int], where: str) -> int:
+    hashed += sum(weight for weight in keys if weight > 1)
+    if hashed > KEYS_LIMIT:
+        raise damaged(where, "it has more tuples for keys than any checkpoint")
+    return hashed
 
 
 def _put(memo: list[int], index: int, weight: int, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.tensors import DTYPE_BITS, Index
-from ckpttool.unpickle import Record
+from ckpttool.unpickle import Record, said
 
 _STORAGE_DTYPES = {
     "DoubleStorage": "float64",
@@ -98,6 +98,7 @@ METADATA_NAMES: frozenset[tuple[str, str]] = frozenset(
     | _at("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     | _at("torch.distributed.checkpoint.planner", "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
     | _at("pathlib pathlib._local", "PosixPath")
+    | _at("builtins", "getattr", "set", "frozenset")
 )
 """What ``.metadata`` and ``common.pt`` name; their other classes become inert records."""
 
@@ -117,7 +118,7 @@ def dtype_name(value: object) -> str:
     """Return torch's name of a dtype record; raises :class:`BrokenCheckpoint` for anything else."""
     if isinstance(value, type) and issubclass(value, Record) and value.module == "torch" and value.name in DTYPE_BITS:
         return value.name
-    raise BrokenCheckpoint(f"{value!r} stands where a dtype should", code="unreadable-pickle")
+    raise BrokenCheckpoint(f"{said(value)} stands where a dtype should", code="unreadable-pickle")
 
 
 def is_record(value: object, *names: str) -> TypeGuard[Record]:
@@ -137,7 +138,7 @@ def shape_of(value: object) -> Index:
             return tuple(value)
     except TypeError:  # an unhashable size
         pass
-    raise BrokenCheckpoint(f"{value!r} stands where a shape should", code="unreadable-pickle")
+    raise BrokenCheckpoint(f"{said(value)} stands where a shape should", code="unreadable-pickle")
 
 
 def stored_tensor(value: Any) -> StoredTensor:
@@ -147,7 +148,7 @@ def stored_tensor(value: Any) -> StoredTensor:
     """
     record = _unwrapped(value)
     if not is_record(record, "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3") or len(record.args) < 4:
-        raise BrokenCheckpoint(f"{value!r} stands where a tensor should", code="unreadable-pickle")
+        raise BrokenCheckpoint(f"{said(value)} stands where a tensor should", code="unreadable-pickle")
     kind, key, storage_bytes = _storage(record.args[0])
     dtype = dtype_name(record.args[6]) if record.name == "_rebuild_tensor_v3" else _STORAGE_DTYPES.get(kind, "")
     if dtype not in DTYPE_BITS:
@@ -156,7 +157,7 @@ def stored_tensor(value: Any) -> StoredTensor:
         storage_bytes *= DTYPE_BITS[dtype] // 8
     start = record.args[1]
     if type(start) is not int or start < 0:
-        raise BrokenCheckpoint(f"storage offset {start!r} of a tensor", code="unreadable-pickle")
+        raise BrokenCheckpoint(f"storage offset {said(start)} of a tensor", code="unreadable-pickle")
     size, strides = shape_of(record.args[2]), shape_of(record.args[3])
     if len(size) != len(strides):
         raise BrokenCheckpoint(f"a tensor of size {size} has strides {strides}", code="unreadable-pickle")

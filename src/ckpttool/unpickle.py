@@ -16,13 +16,18 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import re
+import reprlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from ckpttool.errors import Refused
 from ckpttool.opcodes import damaged, vet
+
+MOST_NAMES = 4096
+"""Most distinct names that a pickle may use; those of Megatron use fewer than a hundred."""
 
 
 class Record:
@@ -67,8 +72,35 @@ class Plain(dict[Any, Any]):
 
     __slots__ = ()
 
+    def __init__(self) -> None:
+        """Start empty: pickles since Python 3 fill it item by item."""
+        super().__init__()
+
     def __setstate__(self, state: Any) -> None:
         """Drop instance attributes: they would shadow the methods of a dict."""
+
+
+class _Words(reprlib.Repr):
+    """``repr`` of bounded depth and length; lists that hold the same list twice, and so on, grow without one."""
+
+    repr_Plain = reprlib.Repr.repr_dict  # noqa: N815
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxother = self.maxstring = 120
+
+    def repr_type(self, value: type, _: int) -> str:
+        """Name the class that a record class stands for."""
+        return f"<class {value.module}.{value.name}>" if issubclass(value, Record) else repr(value)
+
+
+said: Callable[[object], str] = _Words().repr
+"""Write a value of a stream for a message, whatever it is."""
+
+
+def name_of(key: object) -> str:
+    """Return a key of a state dict as a name; one that is no string, which nothing writes, in words."""
+    return key if type(key) is str else said(key)
 
 
 class _Function:
@@ -92,53 +124,48 @@ def _size(dims: Any = ()) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _getattr(owner: Any, attribute: Any) -> type[Record]:
-    """Stand in for ``getattr`` of a nested class, as ``ShardedTensor`` pickles write it: a name, no lookup."""
-    if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(attribute, str)):
-        raise Refused(f"the pickle asks for attribute {attribute!r} of {owner!r}")
-    return record_class(f"{owner.module}.{owner.name}", attribute)
-
-
 def _set(items: Any = ()) -> frozenset[Any]:
-    return frozenset(items) if isinstance(items, list | tuple) else frozenset()
+    if not isinstance(items, list | tuple) or any(isinstance(item, tuple | frozenset) for item in items):
+        raise pickle.UnpicklingError("a set of something else than plain values")
+    return frozenset(items)
 
+
+_GETATTR = ("builtins", "getattr")
+_ATTRIBUTE = re.compile(r"[A-Za-z]\w{0,99}")
 
 SPECIAL: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _Function(_size),
     ("collections", "OrderedDict"): Plain,
-    ("builtins", "getattr"): _Function(_getattr),
     ("builtins", "set"): _Function(_set),
     ("builtins", "frozenset"): _Function(_set),
 }
 
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 speaks Python 2
 
-_PLAIN_STDLIB = frozenset(
-    {
-        "argparse.Namespace",
-        "builtins.bytearray",
-        "builtins.complex",
-        "builtins.dict",
-        "builtins.float",
-        "builtins.int",
-        "builtins.list",
-        "builtins.object",
-        "builtins.range",
-        "builtins.slice",
-        "builtins.str",
-        "builtins.tuple",
-        "builtins.type",
-        "_codecs.encode",
-        "copyreg._reconstructor",
-        "functools.partial",
-        "random.Random",
-        "types.SimpleNamespace",
-    }
-)
-_PLAIN_STDLIB_MODULES = frozenset(
-    {"collections", "dataclasses", "datetime", "decimal", "enum", "fractions", "pathlib", "pathlib._local"}
-    | {"signal", "typing", "uuid", "zoneinfo"}
-)
+_PLAIN_STDLIB: Mapping[str, frozenset[str]] = {
+    module: frozenset(names.split())
+    for module, names in {
+        "_codecs": "encode",
+        "argparse": "Namespace",
+        "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple type "
+        "xrange",
+        "collections": "ChainMap Counter OrderedDict UserDict UserList defaultdict deque",
+        "copyreg": "_reconstructor",
+        "datetime": "date datetime time timedelta timezone",
+        "decimal": "Decimal",
+        "enum": "Enum Flag IntEnum IntFlag",
+        "fractions": "Fraction",
+        "functools": "partial",
+        "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "pathlib._local": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "random": "Random",
+        "signal": "Handlers Sigmasks Signals",
+        "types": "SimpleNamespace",
+        "typing": "Any Callable Dict List Literal Optional Set Tuple Union",
+        "uuid": "SafeUUID UUID",
+        "zoneinfo": "ZoneInfo ZoneInfo._unpickle",
+    }.items()
+}
 _ACTING = ("pip", "setuptools", "cloudpickle", "dill", "IPython", "numpy.testing", "numpy.f2py")
 _ACTING_TORCH = ("torch.hub", "torch.utils.cpp_extension", "torch.utils.collect_env", "torch.multiprocessing")
 
@@ -146,12 +173,12 @@ _ACTING_TORCH = ("torch.hub", "torch.utils.cpp_extension", "torch.utils.collect_
 def can_act(module: str, name: str) -> bool:
     """Tell whether something of this name could do harm if a careless reader called it.
 
-    The standard library counts as able to act, but for plain data; unknown libraries do not, because here
-    they become inert records anyway.
+    The standard library counts as able to act, but for the plain data of a short list; unknown libraries do not,
+    because here they become inert records anyway.
     """
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names or root in _RENAMED or root in ("nt", "posix"):
-        return f"{module}.{name}" not in _PLAIN_STDLIB and module not in _PLAIN_STDLIB_MODULES
+        return name not in _PLAIN_STDLIB.get(module, ())
     return any(module == m or module.startswith(m + ".") for m in (*_ACTING, *_ACTING_TORCH)) or (
         module in ("torch", "torch.serialization", "torch.jit") and name in ("load", "compile", "script")
     )
@@ -180,9 +207,30 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module = _RENAMED.get(module, module)
-        self.globals.add(f"{module}.{name}")
         check_name(module, name, self._allowed, inert=self._inert, where=self._where)
+        self._count(f"{module}.{name}")
+        if (module, name) == _GETATTR:
+            return _Function(self._attribute)
         return SPECIAL.get((module, name)) or record_class(module, name)
+
+    def _count(self, name: str) -> None:
+        """Remember a name; each makes a class, which is much larger than its name."""
+        self.globals.add(name)
+        if len(self.globals) > MOST_NAMES:
+            raise pickle.UnpicklingError(f"it uses more than {MOST_NAMES:,} names")
+
+    def _attribute(self, owner: Any, attribute: Any) -> type[Record]:
+        """Stand in for ``getattr``, as nested classes and the enums of Python 3.11.0 to 3.11.3 are pickled: a name."""
+        if isinstance(owner, type) and issubclass(owner, Record) and isinstance(attribute, str):
+            module, name = owner.module, f"{owner.name}.{attribute}"
+            is_enum = module == "signal"
+            if _ATTRIBUTE.fullmatch(attribute) and name.count(".") <= 2 and (is_enum or not can_act(module, name)):
+                self._count(f"{module}.{name}")
+                return record_class(module, name)
+        raise Refused(
+            f"{self._where}: the pickle asks for attribute {said(attribute)} of {said(owner)}, which can run code",
+            hint="Do not open this file with torch.load; find out who wrote it.",
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         """Keep torch's ``("storage", type, key, device, numel)`` as it is; the format's reader checks it."""

@@ -14,6 +14,7 @@ from typer import Context, Exit, Option, Typer
 from ckpttool import __version__
 from ckpttool.cli.demo import demo
 from ckpttool.cli.inspect import EVERY_TENSOR, inspect
+from ckpttool.cli.migrate import migrate
 from ckpttool.cli.options import PlainCommand, PlainGroup
 from ckpttool.cli.session import Session
 from ckpttool.errors import CkpttoolError
@@ -28,6 +29,7 @@ app = Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect", cls=PlainCommand, short_help="What is it, is it whole, what is in it, what next.")(inspect)
+app.command("migrate", cls=PlainCommand, short_help="verl's Megatron layout v1 to v2, in place.")(migrate)
 app.command("demo", cls=PlainCommand, short_help="Try the commands on small real checkpoints.")(demo)
 
 BUG = 70

@@ -27,17 +27,17 @@ def demo(
     """
     session = ctx.obj
     session.begin("demo", json=json, color=check_color(color))
-    from ckpttool import render
     from ckpttool.demo import write_demo
+    from ckpttool.render import terminal
 
     result = write_demo(Path(folder), force=force)
     if json:
-        sys.stdout.write(render.envelope("demo", ok=True, data=asdict(result), problems=()) + "\n")
+        sys.stdout.write(terminal.envelope("demo", ok=True, data=asdict(result), problems=()) + "\n")
         raise Exit(0)
     out = session.out
     for scene in result.scenes:
-        out.print(render.demo_heading(scene.what, shlex.join(("ckpttool", *scene.command))), soft_wrap=True)
+        out.print(terminal.demo_heading(scene.what, shlex.join(("ckpttool", *scene.command))), soft_wrap=True)
         sys.stdout.flush()
         if code := session.run([*scene.command, "--color", color]):
             raise Exit(code)
-    out.print(render.demo_end(result.root), soft_wrap=True)
+    out.print(terminal.demo_end(result.root), soft_wrap=True)

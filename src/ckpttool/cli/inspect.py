@@ -33,8 +33,9 @@ def inspect(
     Exit codes: 0 it has a name (problems or not), 1 problems and --strict, 3 no checkpoint, 7 it would run code.
     """
     ctx.obj.begin("inspect", json=json, color=check_color(color))
-    from ckpttool import render
     from ckpttool.inspection import inspect as look
+    from ckpttool.render.inspection import show_inspection
+    from ckpttool.render.terminal import envelope
 
     where = Path(path)
     if step is not None or role is not None:
@@ -44,8 +45,8 @@ def inspect(
     found = look(where, tensors=tensors)
     code = 1 if strict and found.faults else 0
     if json:
-        data = render.envelope("inspect", ok=code == 0, data=found.as_json(), problems=found.problems)
+        data = envelope("inspect", ok=code == 0, data=found.as_json(), problems=found.problems)
         sys.stdout.write(data + "\n")
     else:
-        render.show_inspection(found, ctx.obj.out, quiet=quiet, listing=tensors is not None)
+        show_inspection(found, ctx.obj.out, quiet=quiet, listing=tensors is not None)
     raise Exit(code)

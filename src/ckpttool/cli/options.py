@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from ckpttool.errors import UsageError
+
+Word = TypeVar("Word", bound=str)
 
 COLORS = ("auto", "always", "never")
 
@@ -23,6 +25,8 @@ Color = Annotated[
     Option("--color", metavar="|".join(COLORS), help="When to colour the output.", autocompletion=_complete_color),
 ]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print the verdict only.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Show the plan, change nothing.")]
+NoProgress = Annotated[bool, Option("--no-progress", help="Do not show progress.")]
 Force = Annotated[bool, Option("--force", help="Replace what exists at the destination.")]
 
 
@@ -63,8 +67,14 @@ def _unless_plain(process: Callable[[Any, Any], Any], required: bool) -> Callabl
     return process_value
 
 
+def one_of(option: str, value: str, words: Sequence[Word]) -> Word:
+    """Return the word among ``words`` that an option was given; raises :class:`UsageError` for another one."""
+    for word in words:
+        if value == word:
+            return word
+    raise UsageError(f"{option} {value}: not one of {', '.join(words)}")
+
+
 def check_color(color: str) -> str:
     """Return the word if it is one of ``COLORS``; raises :class:`UsageError` otherwise."""
-    if color not in COLORS:
-        raise UsageError(f"--color {color}: not one of {', '.join(COLORS)}")
-    return color
+    return one_of("--color", color, COLORS)

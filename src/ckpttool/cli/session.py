@@ -30,27 +30,27 @@ class Session:
     @property
     def out(self) -> Console:
         """The console for results."""
-        from ckpttool import render
+        from ckpttool.render import terminal
 
-        return render.console(sys.stdout, self.color)
+        return terminal.console(sys.stdout, self.color)
 
     @property
     def err(self) -> Console:
         """The console for progress, notes and errors."""
-        from ckpttool import render
+        from ckpttool.render import terminal
 
-        return render.console(sys.stderr, self.color)
+        return terminal.console(sys.stderr, self.color)
 
     def fail(self, error: CkpttoolError) -> int:
         """Show an error and return its exit code."""
-        from ckpttool import render
+        from ckpttool.render import terminal
 
         if self.json:
             from ckpttool.errors import Problem
 
             first = Problem(code=error.code, message=error.message, hint=error.hint)
             sys.stdout.write(
-                render.envelope(self.command, ok=False, data=None, problems=(first, *error.problems)) + "\n"
+                terminal.envelope(self.command, ok=False, data=None, problems=(first, *error.problems)) + "\n"
             )
-        render.show_error(error, self.err)
+        terminal.show_error(error, self.err)
         return error.exit_code

@@ -22,7 +22,7 @@ from ckpttool.formats.findings import OTHER_NODES, Findings, listing
 from ckpttool.formats.jsonfile import read_object
 from ckpttool.records import METADATA_NAMES, dtype_name, is_record, shape_of
 from ckpttool.tensors import Index, Piece, Place, TensorInfo, Wrap, tiling_faults
-from ckpttool.unpickle import Record, collector_paused, loads
+from ckpttool.unpickle import Record, collector_paused, loads, name_of, said
 
 TORCH_DIST = "torch_dist"
 PLAIN_DCP = "dcp"
@@ -34,7 +34,7 @@ COMMON_OBJECT = "common_state/shard_0_1"
 _DATA_FILE = re.compile(r".*__(\d+)_(\d+)\.distcp")
 _MEGATRON_KEY = re.compile(r"(^|\.)(decoder\.layers\.|embedding\.word_embeddings\.)|_extra_state/shard_|^rng_state/")
 _PARTS = (
-    ("common", re.compile(r"common_state/shard_")),
+    ("common", re.compile(r"common_state/shard_.*")),
     ("extra_state", re.compile(r"(.*[./])?_extra_state(/shard_.*)?")),
     ("rng", re.compile(r"(rng_state|rng_states|rng)([./].*)?")),
     ("scheduler", re.compile(r"(opt_param_scheduler|lr_scheduler|lr_schedulers|scheduler)([./].*)?")),
@@ -101,7 +101,7 @@ def open_(path: Path) -> DcpSource:
 
 def _open(path: Path) -> DcpSource:
     found = Findings()
-    backend = _backend(path)
+    backend = _backend(path, found)
     metadata, names = _metadata(path, found)
     storage = _storage(metadata, found)
     tensors: dict[str, TensorInfo] = {}
@@ -167,12 +167,14 @@ def _unfinished(path: Path) -> Problem:
     )
 
 
-def _backend(path: Path) -> dict[str, Any] | None:
+def _backend(path: Path, found: Findings | None = None) -> dict[str, Any] | None:
     if not (path / BACKEND_FILE).is_file():
         return None
     try:
         return read_object(path / BACKEND_FILE)
-    except BrokenCheckpoint:
+    except BrokenCheckpoint as error:
+        if found is not None:
+            found.of(error, BACKEND_FILE)
         return {}
 
 
@@ -198,7 +200,7 @@ def _metadata(path: Path, found: Findings) -> tuple[Record | None, set[str]]:
         return None, set()
     if not is_record(metadata, "Metadata", "MCoreMetadata"):
         found.problems.append(
-            Problem(code="unreadable-pickle", path=METADATA_FILE, message=f".metadata holds {metadata!r}, no index")
+            Problem(code="unreadable-pickle", path=METADATA_FILE, message=f".metadata holds {said(metadata)}, no index")
         )
         return None, names
     return metadata, names
@@ -206,7 +208,7 @@ def _metadata(path: Path, found: Findings) -> tuple[Record | None, set[str]]:
 
 def _entries(metadata: Record | None) -> Iterator[tuple[str, Any]]:
     entries = metadata.get("state_dict_metadata") if metadata else None
-    yield from ((str(key), entry) for key, entry in entries.items()) if isinstance(entries, dict) else ()
+    yield from ((name_of(key), entry) for key, entry in entries.items()) if isinstance(entries, dict) else ()
 
 
 def _storage(metadata: Record | None, found: Findings) -> dict[tuple[str, Index | None], Place]:
@@ -221,11 +223,11 @@ def _storage(metadata: Record | None, found: Findings) -> dict[tuple[str, Index 
         file = _inside(info.get("relative_path"))
         try:
             start, length = shape_of((info.get("offset"), info.get("length")))
-            storage[str(index.get("fqn")), None if offset is None else shape_of(offset)] = Place(
+            storage[name_of(index.get("fqn")), None if offset is None else shape_of(offset)] = Place(
                 file, start, length, Wrap.ZIP_ARCHIVE
             )
         except BrokenCheckpoint as error:
-            found.group(error.code, error.message, str(index.get("fqn")))
+            found.group(error.code, error.message, name_of(index.get("fqn")))
     return storage
 
 
@@ -235,7 +237,7 @@ def _inside(name: object) -> str:
         return name
     if not isinstance(name, str) or not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise Refused(
-            f".metadata: names the file {name!r}, outside its directory",
+            f".metadata: names the file {said(name)}, outside its directory",
             hint="Nothing was opened; find out who wrote this checkpoint.",
         )
     return name
@@ -249,7 +251,7 @@ def _tensor(key: str, entry: Record, storage: Mapping[tuple[str, Index | None], 
     pieces: dict[tuple[Index, Index], Piece] = {}
     for chunk in chunks if isinstance(chunks, list) else ():
         if not is_record(chunk, "ChunkStorageMetadata"):
-            raise BrokenCheckpoint(f"{chunk!r} stands where a chunk should", code="unreadable-pickle")
+            raise BrokenCheckpoint(f"{said(chunk)} stands where a chunk should", code="unreadable-pickle")
         offset, size = shape_of(chunk.get("offsets")), shape_of(chunk.get("sizes"))
         place = storage.get((key, offset))
         if place is None:

@@ -22,7 +22,7 @@ from ckpttool.formats.mesh import Mesh
 from ckpttool.formats.rank import PLAIN, WHOLE, Held, RankReader
 from ckpttool.records import SHARD_NAMES
 from ckpttool.tensors import Index, Piece, Place, TensorInfo, tiling_faults
-from ckpttool.unpickle import loads
+from ckpttool.unpickle import loads, name_of
 
 FORMAT = "fsdp"
 KINDS = ("model", "optim", "extra_state")
@@ -241,11 +241,11 @@ def _read_rank(
         except Refused:
             raise
         except BrokenCheckpoint as error:
-            found.group(error.code, f"rank {rank}: {error.message}", str(name))
-            unread.add((str(name), rank))
+            found.group(error.code, f"rank {rank}: {error.message}", name_of(name))
+            unread.add((name_of(name), rank))
             continue
         if entry is not None:
-            held.setdefault(str(name), {})[rank] = entry
+            held.setdefault(name_of(name), {})[rank] = entry
     meshes += reader.meshes.values()
     if reader.other:
         found.problems.append(

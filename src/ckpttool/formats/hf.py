@@ -20,7 +20,7 @@ from ckpttool.formats.jsonfile import parse_json, read_object
 from ckpttool.formats.rank import RankReader
 from ckpttool.records import SHARD_NAMES
 from ckpttool.tensors import DTYPE_BITS, Piece, Place, TensorInfo, Wrap, dtype_bytes
-from ckpttool.unpickle import loads
+from ckpttool.unpickle import loads, name_of
 
 FORMAT = "huggingface"
 CONFIG = "config.json"
@@ -209,7 +209,7 @@ def read_torch(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(state, dict):
         raise BrokenCheckpoint(f"{path.name}: holds no state dict", code="no-state-dict")
     reader = RankReader(archive, 0)
-    held = {str(name): reader.held(value) for name, value in state.items()}
+    held = {name_of(name): reader.held(value) for name, value in state.items()}
     return {name: TensorInfo(name, h.dtype, h.shape, tuple(h.pieces), (), "whole") for name, h in held.items() if h}
 
 
@@ -252,10 +252,11 @@ def _check_index(
         found.of(error, index)
         return
     weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict):
-        found.problems.append(Problem(code="bad-index", path=index, message=f"{index}: no weight_map"))
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        message = f"{index}: no weight_map from tensors to files"
+        found.problems.append(Problem(code="bad-index", path=index, message=message))
         return
-    absent = sorted({str(file) for file in weight_map.values()} - set(weights))
+    absent = sorted(set(weight_map.values()) - set(weights))
     if absent:
         message = f"{index} names {len(absent)} files that are not here: {listing(absent)}"
         found.problems.append(Problem(code="file-missing", path=index, message=message))

@@ -19,7 +19,7 @@ from typing import Any
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.records import StoredTensor, is_record, shape_of, stored_tensor
 from ckpttool.tensors import Index
-from ckpttool.unpickle import Record
+from ckpttool.unpickle import Record, name_of, said
 
 MAX_RANKS = 1 << 20
 
@@ -77,7 +77,7 @@ def read_placement(value: Any) -> Placement:
         factor = value.get("split_factor", value.args[1] if len(value.args) > 1 else 1)
         if type(dim) is int and dim >= 0 and type(factor) is int and factor > 0:
             return _placement(value.name, dim, factor)
-    raise BrokenCheckpoint(f"{value!r} is no placement that we know", code="unknown-placement")
+    raise BrokenCheckpoint(f"{said(value)} is no placement that we know", code="unknown-placement")
 
 
 def read_mesh(record: Any, rank: int, read_storage: Callable[[StoredTensor], bytes]) -> Mesh:
@@ -87,49 +87,55 @@ def read_mesh(record: Any, rank: int, read_storage: Callable[[StoredTensor], byt
     meant follows from the rank that is in it.
     """
     if not is_record(record, "DeviceMesh"):
-        raise BrokenCheckpoint(f"{record!r} stands where a device mesh should", code="unreadable-pickle")
+        raise BrokenCheckpoint(f"{said(record)} stands where a device mesh should", code="unreadable-pickle")
     names = record.get("mesh_dim_names") or record.get("_mesh_dim_names")
     if record.get("mesh") is not None:
         view = stored_tensor(record.get("mesh"))
-        shape, strides, start = view.size, view.strides, view.start
-        values = _integers(view, read_storage)
+        axes: list[tuple[Index, Index]] = [((n,), (step,)) for n, step in zip(view.size, view.strides, strict=True)]
+        start, values = view.start, _integers(view, read_storage)
         dialect = "2.6 or 2.7" if record.get("_dim_group_infos") is not None else "2.8 or 2.9"
     else:
-        shape, strides = _layout(record.get("_layout"))
+        axes = _layout(record.get("_layout"))
         values = _integers(stored_tensor(record.get("_rank_map")), read_storage)
         at = values.index(rank) if rank in values else 0
-        start = at - sum(at // step % n * step for n, step in zip(shape, strides, strict=True) if step)
+        start = at - sum(at // step % n * step for axis in axes for n, step in zip(*axis, strict=True) if step)
         dialect = "2.13" if isinstance(record.get("_layout").get("axes"), tuple) else "2.10 to 2.12"
-    if math.prod(shape) > MAX_RANKS:
-        raise BrokenCheckpoint(f"a device mesh of shape {shape}", code="unreadable-pickle")
-    flat = [start + sum(map(int.__mul__, at, strides)) for at in product(*map(range, shape))]
-    if flat and not 0 <= min(flat) <= max(flat) < len(values):
+    shape = tuple(math.prod(sizes) for sizes, _ in axes)
+    if not 0 < math.prod(shape) <= MAX_RANKS:
+        raise BrokenCheckpoint(f"a device mesh of {math.prod(shape):,} ranks", code="unreadable-pickle")
+    flat = [start + sum(steps) for steps in product(*(_steps(*axis) for axis in axes))]
+    if not 0 <= min(flat) <= max(flat) < len(values):
         raise BrokenCheckpoint("a device mesh reaches out of its rank map", code="unreadable-pickle")
     if not isinstance(names, tuple) or len(names) != len(shape):
         names = tuple(f"dim{d}" for d in range(len(shape)))
-    return Mesh(tuple(map(str, names)), shape, tuple(values[at] for at in flat), dialect)
+    return Mesh(tuple(map(name_of, names)), shape, tuple(values[at] for at in flat), dialect)
 
 
-def _layout(layout: Any) -> tuple[Index, Index]:
-    """Return (shape, strides) of a ``_MeshLayout``; 2.13 keeps one flat layout for each axis."""
+def _steps(sizes: Index, strides: Index) -> list[int]:
+    """Return how far each position along one mesh dimension lies from its first."""
+    return [sum(map(int.__mul__, at, strides)) for at in product(*map(range, sizes))]
+
+
+def _layout(layout: Any) -> list[tuple[Index, Index]]:
+    """Return (sizes, strides) of each mesh dimension of a ``_MeshLayout``.
+
+    A flattened dimension has several of them; one of size 1 has none in 2.13.
+    """
     if not isinstance(layout, Record):
         raise BrokenCheckpoint("a device mesh without a layout", code="unreadable-pickle")
     axes = layout.get("axes")
-    parts = list(axes) if isinstance(axes, tuple) else [layout]
-    shape: list[int] = []
-    strides: list[int] = []
-    for part in parts:
-        if not isinstance(part, Record):
-            raise BrokenCheckpoint("a device mesh layout without axes", code="unreadable-pickle")
-        shape += _flat(part.get("shape"))
-        strides += _flat(part.get("stride"))
-    if len(shape) != len(strides):
+    if isinstance(axes, tuple):
+        pairs = [(axis.get("shape"), axis.get("stride")) for axis in axes if isinstance(axis, Record)]
+    else:
+        pairs = list(zip(_as_tuple(layout.get("shape")), _as_tuple(layout.get("stride")), strict=False))
+    found = [(shape_of(_as_tuple(sizes)), shape_of(_as_tuple(strides))) for sizes, strides in pairs]
+    if any(len(sizes) != len(strides) for sizes, strides in found):
         raise BrokenCheckpoint("a device mesh layout with unequal axes", code="unreadable-pickle")
-    return tuple(shape), tuple(strides)
+    return found
 
 
-def _flat(value: Any) -> Index:
-    return (value,) if type(value) is int else shape_of(value)
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _integers(view: StoredTensor, read_storage: Callable[[StoredTensor], bytes]) -> tuple[int, ...]:

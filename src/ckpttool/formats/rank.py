@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.mesh import Mesh, Placement, local_box, read_mesh, read_placement
-from ckpttool.formats.torchzip import TorchZip
+from ckpttool.formats.torchzip import TorchZip, compressed
 from ckpttool.records import StoredTensor, dtype_name, is_record, shape_of, stored_tensor
 from ckpttool.tensors import DTYPE_BITS, Index, Piece, Place, Wrap, contiguous_strides, extent
 
@@ -74,6 +74,8 @@ class RankReader:
         entry = self.archive.entries.get(f"data/{local.storage}")
         if entry is None:
             raise BrokenCheckpoint(f"storage {local.storage} is not in the archive", code="storage-missing")
+        if not entry.stored:
+            raise compressed(self.archive.path, f"data/{local.storage}")
         needed, strides = _view(local.size, local.strides)
         if (local.start + needed) * DTYPE_BITS[local.dtype] // 8 > entry.size or local.storage_bytes > entry.size:
             raise BrokenCheckpoint("the tensor reaches out of its storage", code="storage-short")

@@ -62,12 +62,6 @@ class TorchZip:
     def read(self, name: str) -> bytes:
         """Return a whole small record, such as ``data.pkl``."""
         entry = self._entry(name)
-        if not entry.stored:
-            raise BrokenCheckpoint(
-                f"{self.path.name}: record {name} is compressed; torch stores its records uncompressed",
-                hint="The archive was packed again by another tool; unpack it and save it with torch.",
-                code="compressed-zip",
-            )
         if entry.size > SMALL:
             raise _damaged(self.path, f"record {name} claims {entry.size:,} bytes")
         return read_range(self.path, self.payload(name), entry.size)
@@ -75,11 +69,22 @@ class TorchZip:
     def _entry(self, name: str) -> Entry:
         if name not in self.entries:
             raise _damaged(self.path, f"record {name} is not in the archive")
+        if not self.entries[name].stored:
+            raise compressed(self.path, name)
         return self.entries[name]
 
 
 def _damaged(path: Path, why: str) -> BrokenCheckpoint:
     return BrokenCheckpoint(f"{path.name}: {why}", code="damaged-zip")
+
+
+def compressed(path: Path, name: str) -> BrokenCheckpoint:
+    """Return the error for a record whose bytes are not those of its elements."""
+    return BrokenCheckpoint(
+        f"{path.name}: record {name} is compressed; torch stores its records uncompressed",
+        hint="The archive was packed again by another tool; unpack it and save it with torch.",
+        code="compressed-zip",
+    )
 
 
 def file_size(path: Path) -> int:
@@ -200,7 +205,7 @@ def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> di
         if 0xFFFFFFFF in (size, header, packed):
             extra = directory[name_end : name_end + extra_length]
             size, header = _zip64_fields(path, extra, size, packed, header)
-        if header + size > limit:
+        if method == 0 and header + size > limit:
             raise _damaged(path, "a record reaches into its directory")
         name = directory[at + _CENTRAL.size : name_end].decode("utf-8", "backslashreplace")
         entries[name] = Entry(header, size, crc, stored=method == 0)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import NotACheckpoint, UsageError
+from ckpttool.errors import NotACheckpoint, Problem, UsageError
 from ckpttool.formats.findings import listing
-from ckpttool.inspection import inspect, runs
+from ckpttool.inspection import Inspection, inspect, runs
 
 LATEST = "latest"
+
+
+def inspect_chosen(path: Path, step: str | None, role: str | None, *, tensors: str | None = None) -> Inspection:
+    """Inspect what the options mean, with a note where ``latest`` is not what the tracker says."""
+    chosen, notes = _choose(path, step, role)
+    found = inspect(chosen, tensors=tensors)
+    return replace(found, problems=(*found.problems, *notes))
 
 
 def choose(path: Path, step: str | None, role: str | None) -> Path:
@@ -17,31 +25,40 @@ def choose(path: Path, step: str | None, role: str | None) -> Path:
 
     Raises :class:`UsageError` for a word that is no step, :class:`NotACheckpoint` for one that is not there.
     """
+    return _choose(path, step, role)[0]
+
+
+def _choose(path: Path, step: str | None, role: str | None) -> tuple[Path, tuple[Problem, ...]]:
+    notes: tuple[Problem, ...] = ()
     if step is not None:
-        path = _step(path, step)
-    return path if role is None else _role(path, role)
+        path, notes = _step(path, step)
+    return (path if role is None else _role(path, role)), notes
 
 
-def _step(path: Path, step: str) -> Path:
-    if step != LATEST and not step.isdigit():
+def _step(path: Path, step: str) -> tuple[Path, tuple[Problem, ...]]:
+    if step != LATEST and not step.isdecimal():
         raise UsageError(f"--step {step}: neither a number nor {LATEST!r}")
     if not path.is_dir():
         raise NotACheckpoint(f"{path}: no such directory")
     names = runs.steps(path)
     if not names:
         raise NotACheckpoint(f"{path}: no step directories", hint="--step chooses a step of a run directory.")
-    wanted = int(step) if step != LATEST else _latest(path)
+    wanted, notes = _latest(path) if step == LATEST else (int(step), ())
     for name in names:
         if layout.step_of(name.name) == wanted:
-            return name
+            return name, notes
     raise NotACheckpoint(f"{path}: no step {wanted}", hint=f"There are {listing(name.name for name in names)}.")
 
 
-def _latest(path: Path) -> int:
+def _latest(path: Path) -> tuple[int, tuple[Problem, ...]]:
+    """Return the newest step that is complete, and a note when the tracker says otherwise."""
     run = inspect(path).run
     if run is None or run.latest_complete is None:
         raise NotACheckpoint(f"{path}: no step is complete", hint=f"See why: ckpttool inspect {path}")
-    return run.latest_complete
+    if run.tracker in (None, str(run.latest_complete)):
+        return run.latest_complete, ()
+    message = f"{run.tracker_file} says {run.tracker!r}; the latest complete step is {run.latest_complete}"
+    return run.latest_complete, (Problem(code="tracker-disagrees", message=message, severity="note"),)
 
 
 def _role(path: Path, role: str) -> Path:

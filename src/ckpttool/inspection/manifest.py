@@ -11,7 +11,7 @@ from ckpttool import layout
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats.findings import listing
 from ckpttool.formats.jsonfile import read_object
-from ckpttool.inspection.draft import Draft
+from ckpttool.inspection.draft import Draft, role_of
 from ckpttool.inspection.result import ExpectedTree, Manifest
 
 
@@ -37,13 +37,14 @@ def add_manifest(draft: Draft) -> None:
     version = content.get("schema_version")
     saved = tuple(str(word) for word in _list(content.get("save_contents")))
     backend = {k: v for k, v in _dict(content.get("backend")).items() if isinstance(v, bool)}
-    trees = _expected(draft, saved, backend) if version == layout.SCHEMA_VERSION else ()
+    claims = _dict(content.get("contents"))
+    trees = _expected(draft, saved, backend, claims) if version == layout.SCHEMA_VERSION else ()
     draft.manifest = Manifest(version if type(version) is int else None, saved, backend, trees)
     if version != layout.SCHEMA_VERSION:
         draft.note("old-manifest", f"{layout.MANIFEST} has schema version {version}, not {layout.SCHEMA_VERSION}")
         return
     _check_trees(draft, trees)
-    _check_claims(draft, _dict(content.get("contents")), trees)
+    _check_claims(draft, claims, trees)
     _check_place(draft, content)
 
 
@@ -55,17 +56,31 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _expected(draft: Draft, saved: tuple[str, ...], backend: Mapping[str, bool]) -> tuple[ExpectedTree, ...]:
+def _expected(
+    draft: Draft, saved: tuple[str, ...], backend: Mapping[str, bool], claims: Mapping[str, Any]
+) -> tuple[ExpectedTree, ...]:
+    """Return what the contents matrix asks for; a migrated role may never have had a transformer configuration."""
     trees = layout.expected_trees(
         saved,
         use_mbridge=backend.get("has_bridge"),
         use_dist_checkpointing=backend.get("use_dist_checkpointing"),
         peft=backend.get("peft", False),
+        megatron_fsdp=_is_combined(draft),
     )
     if isinstance(trees, layout.Illegal):
         draft.note("illegal-contents", f"{layout.MANIFEST} describes a save that cannot be: {trees.reason}")
         return ()
-    return tuple(ExpectedTree(t.path, t.holds, t.format, t.backend, _there(draft.path / t.path)) for t in trees)
+    return tuple(
+        ExpectedTree(t.path, t.holds, t.format, t.backend, _there(draft.path / t.path))
+        for t in trees
+        if t.format != layout.JSON_FORMAT or t.holds in claims
+    )
+
+
+def _is_combined(draft: Draft) -> bool:
+    """Megatron-FSDP saves one archive; its manifest claims trees that it never writes, and has no word for that."""
+    holds_state = any(s.where == layout.MODEL and s.tensors("optimizer") for s in draft.sections)
+    return holds_state and not _there(draft.path / layout.OPTIMIZER)
 
 
 def _there(path: Path) -> bool:
@@ -107,10 +122,12 @@ def _check_claims(draft: Draft, contents: Mapping[str, Any], trees: tuple[Expect
 
 def _check_place(draft: Draft, content: Mapping[str, Any]) -> None:
     """The manifest names its own step and role; another place means that the directory was moved or copied."""
-    step = layout.step_of(draft.path.parent.name)
-    said = content.get("global_step")
+    step, role = layout.step_of(draft.path.parent.name), role_of(draft.path)
+    said, named = content.get("global_step"), content.get("role")
     if step is not None and type(said) is int and said != step:
         draft.note("manifest-disagrees", f"{layout.MANIFEST} says step {said}, the directory says {step}")
+    if role is not None and isinstance(named, str) and named != role:
+        draft.note("manifest-disagrees", f"{layout.MANIFEST} says role {named}, the directory says {role}")
     ranks = content.get("world_size")
     if type(ranks) is int:
         draft.facts.setdefault("world size", str(ranks))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from ckpttool import layout
+from ckpttool.errors import Problem
 from ckpttool.formats import dcp, foreign
 from ckpttool.formats.findings import listing
 from ckpttool.inspection.archive import archive_facts
@@ -37,10 +40,11 @@ def inspect_role(path: Path, evidence: tuple[str, ...]) -> Draft:
     v2 = bool(trees) or _filled(path / layout.HUGGINGFACE)
     draft = Draft(path=path, kind=V2 if v2 else V1, title="", evidence=evidence)
     _add_archives(draft, [layout.V1_ARCHIVE] if v1 else [], trees)
-    for where in [w for w in (layout.HUGGINGFACE, layout.V1_HUGGINGFACE) if _filled(path / w)]:
+    for where in _huggingface(path):
         add_huggingface(draft, where, _where_weights_are(draft))
     _note_empty(draft)
     _note_adapters(draft)
+    _note_migration(draft)
     version = schema_version(path)
     if v2:
         _judge_v2(draft, v1=v1, trees=trees, version=version)
@@ -57,6 +61,14 @@ def inspect_role(path: Path, evidence: tuple[str, ...]) -> Draft:
 
 def _filled(path: Path) -> bool:
     return path.is_dir() and bool(os.listdir(path))
+
+
+def _huggingface(path: Path) -> list[str]:
+    """Return the Hugging Face directories to describe; one that a migration left under both names is one."""
+    found = [where for where in (layout.HUGGINGFACE, layout.V1_HUGGINGFACE) if _filled(path / where)]
+    if len(found) == 2 and sorted(os.listdir(path / found[0])) == sorted(os.listdir(path / found[1])):
+        return found[:1]
+    return found
 
 
 def _add_archives(draft: Draft, v1: list[str], trees: list[str]) -> None:
@@ -92,13 +104,15 @@ def _where_weights_are(draft: Draft) -> str:
 
 
 def _note_empty(draft: Draft) -> None:
-    empty = [
-        tree
-        for tree in (*layout.ARCHIVES, layout.HUGGINGFACE, layout.V1_ARCHIVE, layout.V1_HUGGINGFACE)
-        if (draft.path / tree).is_dir() and not _filled(draft.path / tree)
-    ]
+    trees = (*layout.ARCHIVES, layout.HUGGINGFACE, layout.V1_ARCHIVE, layout.V1_HUGGINGFACE, *layout.V2_PARENTS)
+    empty = [t for t in trees if (draft.path / t).is_dir() and not _filled(draft.path / t)]
     if empty:
-        draft.note("empty-tree", f"empty directories, which count as absent: {listing(f'{t}/' for t in empty)}")
+        misleads = draft.kind == V1 and any(t.split("/")[0] in layout.V2_PARENTS for t in empty)
+        draft.note(
+            "empty-tree",
+            f"empty directories, which count as absent: {listing(f'{t}/' for t in empty)}",
+            hint="verl takes them for layout v2 and does not look into dist_ckpt/: remove them." if misleads else "",
+        )
 
 
 def _note_adapters(draft: Draft) -> None:
@@ -106,6 +120,15 @@ def _note_adapters(draft: Draft) -> None:
     if adapters is not None and adapters.kind == "adapter-checkpoint":
         draft.note(adapters.kind, f"adapter_checkpoint/: {adapters.title}, not opened", hint=adapters.hint)
         draft.contents.append(Content("adapters", "adapter_checkpoint", detail="not opened"))
+
+
+def _note_migration(draft: Draft) -> None:
+    if (draft.path / layout.MIGRATION_STAGING).is_dir():
+        draft.note(
+            "migration-interrupted",
+            f"{layout.MIGRATION_STAGING}/ is what a migration left that was killed; it holds extra names only",
+            hint="ckpttool migrate finishes it, ckpttool migrate --undo takes it back.",
+        )
 
 
 def _judge_v2(draft: Draft, *, v1: bool, trees: list[str], version: int | None) -> None:
@@ -125,10 +148,10 @@ def _judge_v2(draft: Draft, *, v1: bool, trees: list[str], version: int | None) 
             f"the archive holds parts whose trees are missing or unfinished: {listing(missing)}",
             hint="A migration was interrupted; nothing in dist_ckpt/ is lost.",
         )
-    elif v1 or links or _same_archive_everywhere(draft.path, trees):
+    elif v1 or links or same_archive_everywhere(draft.path, trees):
         draft.title = f"verl Megatron role directory, layout v2, migrated by verl's script ({links or 'copies'})"
         draft.note("no-manifest", f"{layout.MANIFEST} (schema 2) is missing: verl's migration script writes none")
-    else:
+    elif not (draft.path / layout.MANIFEST).is_file():
         draft.fault(
             "no-manifest",
             f"{layout.MANIFEST}, which verl writes last, is missing: the save did not finish",
@@ -138,7 +161,7 @@ def _judge_v2(draft: Draft, *, v1: bool, trees: list[str], version: int | None) 
 
 def _links(path: Path, trees: list[str]) -> str:
     """Say in words how trees share files with each other or with the archive of v1."""
-    if any((path / tree).is_symlink() for tree in trees):
+    if any((path / tree).is_symlink() or (path / tree / dcp.METADATA_FILE).is_symlink() for tree in trees):
         return "symbolic links"
     names = [n for n in (*trees, layout.V1_ARCHIVE) if (path / n / dcp.METADATA_FILE).is_file()]
     inodes = {(path / n / dcp.METADATA_FILE).stat().st_ino for n in names}
@@ -150,14 +173,27 @@ def _missing_trees(draft: Draft, trees: list[str]) -> list[str]:
     archives = [s.source for s in draft.sections if isinstance(s.source, dcp.DcpSource)]
     parts = {dcp.part_of(name) for source in archives for name in (*source.tensors, *source.objects)}
     wanted = {layout.TREE_OF_PART[part] for part in parts if part in layout.TREE_OF_PART}
-    broken = {p.path for p in draft.problems if p.code == "tree-incomplete"}
+    broken = set(filter(partial(_is_broken, draft), trees))
     missing = sorted(tree for tree in wanted if tree not in trees or tree in broken)
     if _filled(draft.path / layout.V1_HUGGINGFACE) and not _filled(draft.path / layout.HUGGINGFACE):
         missing.append(layout.HUGGINGFACE)
     return missing
 
 
-def _same_archive_everywhere(path: Path, trees: list[str]) -> bool:
+def _is_broken(draft: Draft, tree: str) -> bool:
+    """Tell whether a tree has faults that the archive it was made from does not have."""
+    faults = [p for p in draft.problems if p.severity == "error"]
+    if any(p.code == "tree-incomplete" and p.path == tree for p in faults):
+        return True
+    sound = any(s.where == layout.V1_ARCHIVE for s in draft.sections) and not _under(faults, layout.V1_ARCHIVE)
+    return sound and _under(faults, tree)
+
+
+def _under(problems: Iterable[Problem], tree: str) -> bool:
+    return any(f"{p.path}/".startswith(f"{tree}/") for p in problems)
+
+
+def same_archive_everywhere(path: Path, trees: list[str]) -> bool:
     """Copies of one mixed archive in several trees: what verl's script leaves in copy mode."""
     indexes = [path / tree / dcp.METADATA_FILE for tree in trees]
     return len(indexes) > 1 and all(i.is_file() for i in indexes) and len({i.read_bytes() for i in indexes}) == 1

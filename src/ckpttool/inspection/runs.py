@@ -97,6 +97,8 @@ def _check_tracker(draft: Draft, name: str, said: str, names: list[Path], latest
     usable = f"the latest complete step is {latest}" if latest is not None else "no step is complete"
     present = {layout.step_of(p.name) for p in names}
     if said == "release":
+        if "release" not in {p.name for p in names}:
+            draft.fault("tracker-ahead", f"{name} says release, which is not here; {usable}", path=name)
         return
     if not said.isascii() or not said.isdigit():
         draft.fault("tracker-unreadable", f"{name} holds {said!r}, not a step; {usable}", path=name)

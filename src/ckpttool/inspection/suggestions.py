@@ -10,12 +10,14 @@ from pathlib import Path
 from ckpttool.inspection.result import Inspection, Suggestion
 from ckpttool.layout import step_of
 
-COMMANDS = frozenset({"demo", "inspect"})
+COMMANDS = frozenset({"demo", "inspect", "migrate"})
 """The commands that exist; only these are suggested."""
 
 
 def suggest(found: Inspection) -> Iterator[Suggestion]:
     """Yield what to type after seeing this, most useful first."""
+    if found.kind in ("verl-megatron-v1", "verl-megatron-half-migrated") and not _damaged(found):
+        yield _command("migrate", found.path, "give it the trees of layout v2, which current verl loads")
     if found.run is not None:
         yield from _after_run(found)
     elif found.state == "incomplete" and found.step is not None:
@@ -31,7 +33,15 @@ def _run_of(path: Path) -> Path:
 
 def inspect_command(path: str, why: str, *options: str) -> Suggestion:
     """Return an ``inspect`` call, quoted for a shell."""
-    return Suggestion(shlex.join(["ckpttool", "inspect", _typed(path), *options]), why)
+    return _command("inspect", path, why, *options)
+
+
+def _command(command: str, path: str, why: str, *options: str) -> Suggestion:
+    return Suggestion(shlex.join(["ckpttool", command, _typed(path), *options]), why)
+
+
+def _damaged(found: Inspection) -> bool:
+    return any(problem.code != "half-migrated" for problem in found.faults)
 
 
 def _typed(path: str) -> str:

@@ -105,11 +105,18 @@ def disk(root: Path) -> tuple[Disk, tuple[Problem, ...]]:
         problems = (
             Problem(
                 code="dangling-link",
-                message=f"{len(walk.dangling)} links lead nowhere: {listing(sorted(walk.dangling))}",
+                message=f"{len(walk.dangling)} links lead nowhere: {_places(walk.dangling)}",
                 hint="The checkpoint was moved or copied without what its links point at.",
             ),
         )
     return result, problems
+
+
+def _places(names: list[str]) -> str:
+    """Name a few files, or the directories of many."""
+    if len(names) <= 8:
+        return listing(sorted(names))
+    return f"in {listing(sorted({name.rpartition('/')[0] or '.' for name in names}))}"
 
 
 def _visit(root: Path, walk: _Walk) -> None:

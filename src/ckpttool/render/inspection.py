@@ -1,36 +1,23 @@
-"""Results for people (rich) and for programs (JSON). The only file that imports rich, and it sees only results."""
+"""What ``inspect`` found, for people."""
 
 from __future__ import annotations
 
-import io
-import json
-import os
 import re
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ckpttool.errors import CkpttoolError, Problem
 from ckpttool.inspection.result import Content, Disk, Inspection, Manifest, Module, Run, State, TensorRow
+from ckpttool.render.terminal import WIDE, age, clean, new_grid, new_table, number, show_problems, shown_path, size
 
-ENVELOPE_VERSION = 1
-PIPED_WIDTH = 120
 BAR = 20
 MODULES_SHOWN = 24
-WIDE = 110
-"""Columns from which tables show everything."""
 
 _CONTENT_COLUMNS = ("what", "where", "tensors", "parameters", "bytes", "how")
-
-_TRAILING = re.compile(r" +\n")
 
 _STATE_STYLES: Mapping[State, str] = {
     "complete": "bold green",
@@ -39,101 +26,6 @@ _STATE_STYLES: Mapping[State, str] = {
     "not opened": "bold yellow",
     "unknown": "bold yellow",
 }
-
-
-def console(file: TextIO | None = None, color: str = "auto") -> Console:
-    """Return a console for data (stdout by default) that never cuts a line short when it is piped."""
-    file = file or sys.stdout
-    piped = not file.isatty()
-    width = PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
-    return Console(
-        file=cast(TextIO, _Trimmed(file)) if piped else file,
-        width=width,
-        highlight=False,
-        soft_wrap=False,
-        force_terminal=True if color == "always" else None,
-        no_color=True if color == "never" else None,
-        color_system=None if color == "never" else "auto",
-    )
-
-
-class _Trimmed(io.TextIOBase):
-    """A pipe without the spaces that tables leave at the end of lines."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the pipe."""
-        return self._file.encoding
-
-    def write(self, text: str) -> int:
-        """Write text, trimmed line by line."""
-        return self._file.write(_TRAILING.sub("\n", text))
-
-    def flush(self) -> None:
-        """Flush the pipe."""
-        self._file.flush()
-
-
-def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) -> str:
-    """Return the one JSON object that a command prints with ``--json``."""
-    body = {
-        "ckpttool": ENVELOPE_VERSION,
-        "command": command,
-        "ok": ok,
-        "data": data,
-        "problems": [asdict(problem) for problem in problems],
-    }
-    return json.dumps(body, indent=2, ensure_ascii=True)
-
-
-def show_error(error: CkpttoolError, out: Console) -> None:
-    """Print one line of fact and one of hint."""
-    out.print(Text("error: ", "bold red") + Text(clean(error.message)), soft_wrap=True)
-    if error.hint:
-        out.print(Text("hint:  ", "bold") + Text(clean(error.hint, lines=True)), soft_wrap=True)
-    for problem in error.problems:
-        out.print(_problem(problem))
-
-
-def clean(text: str, *, lines: bool = False) -> str:
-    """Escape what could move the cursor or colour the terminal: names come from untrusted files."""
-    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
-
-
-def shown_path(path: str) -> str:
-    """Return a path relative to the working directory when it lies below it."""
-    here = str(Path.cwd())
-    return os.path.relpath(path, here) if Path(path).is_relative_to(here) else path
-
-
-def size(count: float) -> str:
-    """Write bytes in decimal units: ``1.23 GB``."""
-    return f"{count:.0f} B" if count < 1000 else _scaled(count, ("KB", "MB", "GB", "TB", "PB"))
-
-
-def number(count: int) -> str:
-    """Write a count of parameters: ``1.54 B``; small ones in full."""
-    return f"{count:,}" if count < 1_000_000 else _scaled(count / 1000, ("M", "B", "T"))
-
-
-def _scaled(count: float, units: Sequence[str]) -> str:
-    for unit in units:
-        count /= 1000
-        if count < 999.5 or unit == units[-1]:
-            break
-    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
-
-
-def age(modified: float) -> str:
-    """Write how long ago a file was changed."""
-    seconds = max(0.0, time.time() - modified)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def show_inspection(found: Inspection, out: Console, *, quiet: bool = False, listing: bool = False) -> None:
@@ -150,7 +42,7 @@ def show_inspection(found: Inspection, out: Console, *, quiet: bool = False, lis
                 out.print(Text(title, "bold"))
             out.print(Padding(body, (0, 0, 0, 2), expand=False))
     if found.problems:
-        _show_problems(found.problems, out)
+        show_problems(found.problems, out)
     _show_next(found, out)
 
 
@@ -173,15 +65,8 @@ def _blocks(found: Inspection, *, narrow: bool) -> Iterable[tuple[str, Renderabl
         yield "Manifest", _manifest(found.manifest, narrow)
 
 
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(overflow="fold")
-    return grid
-
-
 def _facts(found: Inspection) -> Table:
-    grid = _grid()
+    grid = new_grid()
     facts: dict[str, str] = {}
     if found.step is not None:
         facts["step"] = f"{found.step:,}"
@@ -192,9 +77,7 @@ def _facts(found: Inspection) -> Table:
         facts["parameters"] = _parameters(found)
     if found.disk is not None and found.kind != "file":
         facts["on disk"] = _disk(found.disk)
-        for shared in found.disk.shared:
-            how = "symbolic links" if shared.symbolic else "hard links"
-            facts[f"shared by {how}"] = f"{', '.join(shared.trees)}: {shared.files} files, {size(shared.bytes)}"
+        facts.update(_shared(found.disk))
     if found.run is not None and found.run.tracker_file is not None:
         facts["tracker"] = f"{found.run.tracker} ({found.run.tracker_file})"
     if found.run is not None and found.run.latest_complete is not None:
@@ -213,9 +96,13 @@ def _parameters(found: Inspection) -> str:
     return f"{number(found.parameters or 0)} in {tensors:,} tensors, {size(total)} ({', '.join(uses)})"
 
 
-def _share(part: int, whole: int) -> str:
-    percent = 100 * part / whole if whole else 0
-    return "<1%" if 0 < percent < 1 else f"{percent:.0f}%"
+def _shared(disk: Disk) -> dict[str, str]:
+    """Say which directories hold the same files under several names."""
+    lines: dict[str, list[str]] = {}
+    for shared in disk.shared:
+        how = "shared by symbolic links" if shared.symbolic else "shared by hard links"
+        lines.setdefault(how, []).append(f"{', '.join(shared.trees)} ({shared.files} files, {size(shared.bytes)})")
+    return {how: "; ".join(groups) for how, groups in lines.items()}
 
 
 def _disk(disk: Disk) -> str:
@@ -223,15 +110,8 @@ def _disk(disk: Disk) -> str:
     return f"{size(disk.apparent)} in {disk.files:,} files{once}"
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return table
-
-
 def _run_table(run: Run) -> Table:
-    table = _table("step", "role", "kind", "state", "size", "age", right=("step", "size", "age"))
+    table = new_table("step", "role", "kind", "state", "size", "age", right=("step", "size", "age"))
     for row in run.rows:
         table.add_row(
             clean(row.path.partition("/")[0]) if row.step is None else f"{row.step:,}",
@@ -247,7 +127,7 @@ def _run_table(run: Run) -> Table:
 def _contents(contents: Sequence[Content], narrow: bool) -> Table:
     """Show what is held; a narrow terminal gets the first words of the last column only."""
     columns = ("what", "where", "parameters", "bytes", "how") if narrow else _CONTENT_COLUMNS
-    table = _table(*columns, right=("tensors", "parameters", "bytes"))
+    table = new_table(*columns, right=("tensors", "parameters", "bytes"))
     for item in contents:
         cells = {
             "what": Text(item.name, no_wrap=True),
@@ -299,12 +179,12 @@ def _unicode() -> bool:
 
 
 def _manifest(manifest: Manifest, narrow: bool) -> RenderableType:
-    grid = _grid()
+    grid = new_grid()
     grid.add_row("schema", str(manifest.schema_version))
     grid.add_row("save contents", Text(clean(", ".join(manifest.save_contents))))
     if manifest.backend:
         grid.add_row("backend", Text(clean(", ".join(f"{k} {v}".lower() for k, v in manifest.backend.items()))))
-    table = _table("tree", "holds", *(() if narrow else ("format", "written by")), "on disk")
+    table = new_table("tree", "holds", *(() if narrow else ("format", "written by")), "on disk")
     for tree in manifest.trees:
         how = () if narrow else (tree.format, tree.backend)
         state = Text("there", "green") if tree.found else Text("missing", "bold red")
@@ -333,28 +213,6 @@ def _show_tensors(rows: Sequence[TensorRow], out: Console) -> None:
         out.print("no tensor has such a name")
 
 
-def _show_problems(problems: Sequence[Problem], out: Console) -> None:
-    faults = sum(problem.severity == "error" for problem in problems)
-    notes = len(problems) - faults
-    counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((faults, "problem"), (notes, "note")) if n]
-    out.print()
-    out.print(Text(" and ".join(counts).capitalize(), "bold"))
-    for problem in sorted(problems, key=lambda p: p.severity != "error"):
-        out.print(Padding(_problem(problem), (0, 0, 0, 2), expand=False))
-
-
-def _problem(problem: Problem) -> Table:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    where = "" if not problem.path or problem.path in problem.message else f"{problem.path}: "
-    mark = Text("!", "bold red") if problem.severity == "error" else Text("-", "yellow")
-    grid.add_row(mark, Text(clean(where + problem.message)))
-    if problem.hint:
-        grid.add_row("", Text(clean(problem.hint), "dim"))
-    return grid
-
-
 def _show_next(found: Inspection, out: Console) -> None:
     if not found.next:
         return
@@ -364,11 +222,6 @@ def _show_next(found: Inspection, out: Console) -> None:
         out.print(Text(f"  {clean(suggestion.command)}") + Text(f"  # {suggestion.why}", "dim"), soft_wrap=True)
 
 
-def demo_heading(what: str, command: str) -> Text:
-    """Return the heading of a scene and the command line that runs next."""
-    return Text(f"\n# {what}\n", "bold magenta") + Text(f"$ {clean(command)}\n", "bold")
-
-
-def demo_end(root: str) -> Text:
-    """Return the last words of the demo."""
-    return Text(f"\nThe checkpoints stay in {clean(root)}; try more on them: ckpttool inspect --help\n")
+def _share(part: int, whole: int) -> str:
+    percent = 100 * part / whole if whole else 0
+    return "<1%" if 0 < percent < 1 else f"{percent:.0f}%"

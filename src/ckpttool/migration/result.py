@@ -1,0 +1,65 @@
+"""What a migration plans and did, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckpttool.errors import Problem
+from ckpttool.migration.steps import Step
+
+Mode = Literal["hardlink", "symlink", "copy"]
+MODES: tuple[Mode, ...] = ("hardlink", "symlink", "copy")
+
+Action = Literal["migrate", "finish", "adopt", "remove v1", "undo", "nothing", "leave", "refuse"]
+"""``finish`` completes what was interrupted, ``adopt`` gives a directory that verl's script migrated its manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for."""
+
+    mode: Mode = "hardlink"
+    fallback: Mode | None = None
+    remove_v1: bool = False
+    undo: bool = False
+    skip_broken: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChange:
+    """One tree of layout v2: where it comes from, and what becomes of it: kept, made, remade, removed, moved back."""
+
+    path: str
+    source: str
+    holds: str
+    change: str
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """What happens to one role directory: ``steps`` are carried out in order, ``reasons`` say why it is refused."""
+
+    path: str
+    kind: str
+    title: str
+    action: Action
+    mode: Mode = "hardlink"
+    trees: tuple[TreeChange, ...] = ()
+    steps: tuple[Step, ...] = field(default=(), repr=False)
+    manifest: dict[str, Any] | None = None
+    copied_bytes: int = 0
+    reasons: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """The roles below a path, in order, and whether the plans were carried out."""
+
+    path: str
+    done: bool
+    roles: tuple[RolePlan, ...]

@@ -1,0 +1,293 @@
+"""The steps of a migration as data, and their execution. Paths are relative to the role directory.
+
+Execution makes no decisions. Nothing here opens a checkpoint file for writing: files are linked, copied to new names,
+moved as whole directories, or lose a name that the plan has shown to be one of several.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttool.errors import CannotWrite
+
+COPY_AT_ONCE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MakeDirectory:
+    """Make a directory; one that is there already is fine."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFiles:
+    """Give files a second name in another directory (hard links)."""
+
+    source: str
+    target: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFiles:
+    """Copy files under the same names into another directory."""
+
+    source: str
+    target: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDirectory:
+    """Make a relative symbolic link ``path`` that leads to ``to`` (as seen from the directory of ``path``)."""
+
+    path: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rename a directory inside the role; the target is absent."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Make the entries of a directory durable."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveEmpty:
+    """Remove an empty directory, or nothing when it is not there."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveNames:
+    """Remove names below a directory, and the directory; other names of the same files stay."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveLink:
+    """Remove a symbolic link."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Write a small file so that it is either the old or the new one at any moment."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFile:
+    """Remove one file of ours."""
+
+    path: str
+
+
+Step = (
+    MakeDirectory
+    | LinkFiles
+    | CopyFiles
+    | LinkDirectory
+    | Move
+    | Sync
+    | RemoveEmpty
+    | RemoveNames
+    | RemoveLink
+    | WriteFile
+    | RemoveFile
+)
+
+
+class LinkRefused(CannotWrite):
+    """The system refused a hard or symbolic link; which file and why is in the message."""
+
+
+def execute(role: Path, steps: tuple[Step, ...], progress: Callable[[int], None] = lambda _bytes: None) -> None:
+    """Carry out the steps in order. ``progress`` is told bytes as they are copied.
+
+    Raises :class:`LinkRefused` when a link is refused, :class:`CannotWrite` for everything else that fails.
+    """
+    for step in steps:
+        try:
+            _one(role, step, progress)
+        except OSError as error:
+            raise _failed(role, step, error) from error
+
+
+def _failed(role: Path, step: Step, error: OSError) -> CannotWrite:
+    name = Path(os.fsdecode(error.filename or "")).name
+    where = f"{step.target}/{name}" if isinstance(step, _FILES) else getattr(step, "path", "") or name
+    text = f"{role}: {where}: {error.strerror} (errno {error.errno})"
+    if isinstance(step, LinkFiles):
+        return LinkRefused(
+            f"{text}: the hard link was refused",
+            hint="Use --mode symlink or --mode copy, or let --fallback symlink (or copy) decide.",
+            code="link-refused",
+        )
+    if isinstance(step, LinkDirectory):
+        return LinkRefused(f"{text}: the symbolic link was refused", hint="Use --mode copy.", code="link-refused")
+    return CannotWrite(text, hint="Nothing of layout v1 was changed; the same command finishes or undoes this one.")
+
+
+_FILES = (LinkFiles, CopyFiles)
+
+
+def _one(role: Path, step: Step, progress: Callable[[int], None]) -> None:  # noqa: C901 - one line a step
+    match step:
+        case MakeDirectory(path):
+            if not (role / path).is_dir():
+                os.mkdir(role / path)  # noqa: PTH102 - one system call, visible as such
+        case LinkFiles(source, target, names):
+            _link(role / source, role / target, names)
+        case CopyFiles(source, target, names):
+            for name in names:
+                _copy(role / source / name, role / target / name, progress)
+        case LinkDirectory(path, to):
+            os.symlink(to, role / path, target_is_directory=True)  # noqa: PTH211
+        case Move(source, target):
+            os.rename(role / source, role / target)  # noqa: PTH104
+        case Sync(path):
+            _sync(role / path)
+        case RemoveEmpty(path):
+            if (role / path).is_dir():
+                os.rmdir(role / path)  # noqa: PTH106
+        case RemoveNames(path):
+            remove_names(role / path)
+        case RemoveLink(path) | RemoveFile(path):
+            os.unlink(role / path)  # noqa: PTH108
+        case WriteFile(path, text):
+            _write(role / path, text)
+
+
+def _link(source: Path, target: Path, names: tuple[str, ...]) -> None:
+    """Link by directory handles: with ten thousand files, walking the path each time is what costs."""
+    with _directory(source) as from_, _directory(target) as to:
+        for name in names:
+            os.link(name, name, src_dir_fd=from_, dst_dir_fd=to, follow_symlinks=True)
+
+
+@contextmanager
+def _directory(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _copy(source: Path, target: Path, progress: Callable[[int], None]) -> None:
+    """Copy inside the kernel where it can, which shares blocks on file systems that are able to."""
+    reading = os.open(source, os.O_RDONLY)
+    try:
+        info = os.fstat(reading)
+        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.st_mode & 0o777)
+        try:
+            _copy_bytes(reading, writing, info.st_size, progress)
+            os.utime(writing, ns=(info.st_atime_ns, info.st_mtime_ns))
+            os.fsync(writing)
+        finally:
+            os.close(writing)
+    finally:
+        os.close(reading)
+
+
+def _copy_bytes(reading: int, writing: int, size: int, progress: Callable[[int], None]) -> None:
+    done = 0
+    in_kernel = hasattr(os, "copy_file_range")
+    while done < size:
+        moved = 0
+        if in_kernel:
+            try:
+                moved = os.copy_file_range(reading, writing, min(size - done, COPY_AT_ONCE))
+            except OSError as error:
+                if error.errno not in _NOT_IN_KERNEL:
+                    raise
+            in_kernel = moved > 0
+        if not moved:
+            block = os.pread(reading, 8 << 20, done)
+            if not block:
+                raise OSError(0, "the source became shorter")
+            moved = os.pwrite(writing, block, done)
+            os.lseek(reading, done + moved, os.SEEK_SET)
+            os.lseek(writing, done + moved, os.SEEK_SET)
+        done += moved
+        progress(moved)
+
+
+_NOT_IN_KERNEL = {18, 22, 38, 95}  # EXDEV, EINVAL, ENOSYS, EOPNOTSUPP
+
+
+def _sync(path: Path) -> None:
+    with _directory(path) as handle:
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in _NOT_IN_KERNEL:  # some network file systems cannot sync a directory
+                raise
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.write(handle, text.encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.rename(temporary, path)  # noqa: PTH104
+    _sync(path.parent)
+
+
+def remove_names(path: Path) -> None:
+    """Remove a directory with the names in it; links to directories are removed, not followed."""
+    for folder, below, files in os.walk(path, topdown=False, followlinks=False):
+        for name in files:
+            os.unlink(Path(folder, name))  # noqa: PTH108
+        for name in below:
+            child = Path(folder, name)
+            if child.is_symlink():
+                os.unlink(child)  # noqa: PTH108
+            else:
+                os.rmdir(child)  # noqa: PTH106
+    if path.is_dir():
+        os.rmdir(path)  # noqa: PTH106
+
+
+@contextmanager
+def locked(role: Path) -> Iterator[None]:
+    """Hold a role directory for this process alone; the lock ends with the process, however it ends.
+
+    Raises :class:`CannotWrite` when another process holds it. File systems without locks go unlocked.
+    """
+    handle = os.open(role, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CannotWrite(
+                f"{role}: another migration is at work here", hint="Wait until it has ended.", code="busy"
+            ) from error
+        except OSError:
+            pass  # no locks on this file system: the renames still exclude each other
+        yield
+    finally:
+        os.close(handle)

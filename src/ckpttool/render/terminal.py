@@ -1,0 +1,192 @@
+"""What all renderers share: the console, the JSON envelope, errors, numbers in words, progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ckpttool.errors import CkpttoolError, Problem
+
+ENVELOPE_VERSION = 1
+PIPED_WIDTH = 120
+WIDE = 110
+"""Columns from which tables show everything."""
+
+_TRAILING = re.compile(r" +\n")
+
+
+def console(file: TextIO | None = None, color: str = "auto") -> Console:
+    """Return a console for data (stdout by default) that never cuts a line short when it is piped."""
+    file = file or sys.stdout
+    piped = not file.isatty()
+    width = PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
+    return Console(
+        file=cast(TextIO, _Trimmed(file)) if piped else file,
+        width=width,
+        highlight=False,
+        soft_wrap=False,
+        force_terminal=True if color == "always" else None,
+        no_color=True if color == "never" else None,
+        color_system=None if color == "never" else "auto",
+    )
+
+
+class _Trimmed(io.TextIOBase):
+    """A pipe without the spaces that tables leave at the end of lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The encoding of the pipe."""
+        return self._file.encoding
+
+    def write(self, text: str) -> int:
+        """Write text, trimmed line by line."""
+        return self._file.write(_TRAILING.sub("\n", text))
+
+    def flush(self) -> None:
+        """Flush the pipe."""
+        self._file.flush()
+
+
+def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) -> str:
+    """Return the one JSON object that a command prints with ``--json``."""
+    body = {
+        "ckpttool": ENVELOPE_VERSION,
+        "command": command,
+        "ok": ok,
+        "data": data,
+        "problems": [asdict(problem) for problem in problems],
+    }
+    return json.dumps(body, indent=2, ensure_ascii=True)
+
+
+def show_error(error: CkpttoolError, out: Console) -> None:
+    """Print one line of fact and one of hint."""
+    out.print(Text("error: ", "bold red") + Text(clean(error.message)), soft_wrap=True)
+    if error.hint:
+        out.print(Text("hint:  ", "bold") + Text(clean(error.hint, lines=True)), soft_wrap=True)
+    for problem in error.problems:
+        out.print(show_problem(problem))
+
+
+def clean(text: str, *, lines: bool = False) -> str:
+    """Escape what could move the cursor or colour the terminal: names come from untrusted files."""
+    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown_path(path: str) -> str:
+    """Return a path relative to the working directory when it lies below it."""
+    here = str(Path.cwd())
+    return os.path.relpath(path, here) if Path(path).is_relative_to(here) else path
+
+
+def size(count: float) -> str:
+    """Write bytes in decimal units: ``1.23 GB``."""
+    return f"{count:.0f} B" if count < 1000 else _scaled(count, ("KB", "MB", "GB", "TB", "PB"))
+
+
+def number(count: int) -> str:
+    """Write a count of parameters: ``1.54 B``; small ones in full."""
+    return f"{count:,}" if count < 1_000_000 else _scaled(count / 1000, ("M", "B", "T"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    for unit in units:
+        count /= 1000
+        if count < 999.5 or unit == units[-1]:
+            break
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
+
+
+def age(modified: float) -> str:
+    """Write how long ago a file was changed."""
+    seconds = max(0.0, time.time() - modified)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def new_grid() -> Table:
+    """Return an empty table of names and what they are."""
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(no_wrap=True, style="cyan")
+    facts.add_column(overflow="fold")
+    return facts
+
+
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """Return an empty table with these columns."""
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def show_problems(problems: Sequence[Problem], out: Console) -> None:
+    """Print problems, faults before notes."""
+    faults = sum(problem.severity == "error" for problem in problems)
+    notes = len(problems) - faults
+    counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((faults, "problem"), (notes, "note")) if n]
+    out.print()
+    out.print(Text(" and ".join(counts).capitalize(), "bold"))
+    for problem in sorted(problems, key=lambda p: p.severity != "error"):
+        out.print(Padding(show_problem(problem), (0, 0, 0, 2), expand=False))
+
+
+def show_problem(problem: Problem) -> Table:
+    """Return one problem with its hint."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    where = "" if not problem.path or problem.path in problem.message else f"{problem.path}: "
+    mark = Text("!", "bold red") if problem.severity == "error" else Text("-", "yellow")
+    grid.add_row(mark, Text(clean(where + problem.message)))
+    if problem.hint:
+        grid.add_row("", Text(clean(problem.hint), "dim"))
+    return grid
+
+
+@contextmanager
+def progress(what: str, out: Console, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function to tell bytes to: a line that moves on a terminal, one now and then elsewhere."""
+    done, started, last = 0, time.monotonic(), time.monotonic()
+    every = 0.2 if out.is_terminal else 30.0
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        now = time.monotonic()
+        if shown and now - last >= every:
+            last = now
+            rate = done / max(now - started, 1e-9)
+            out.print(f"{what} {size(done)}, {size(rate)}/s", end="\r" if out.is_terminal else "\n")
+
+    yield advance
+
+
+def demo_heading(what: str, command: str) -> Text:
+    """Return the heading of a scene and the command line that runs next."""
+    return Text(f"\n# {what}\n", "bold magenta") + Text(f"$ {clean(command)}\n", "bold")
+
+
+def demo_end(root: str) -> Text:
+    """Return the last words of the demo."""
+    return Text(f"\nThe checkpoints stay in {clean(root)}; try more on them: ckpttool inspect --help\n")
