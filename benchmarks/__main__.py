@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: start-up and ``inspect`` against their bars. Exit 1 when one is not kept."""
+"""``python -m benchmarks``: start-up, ``inspect`` and ``migrate`` against their bars. Exit 1 when one is not kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import linking
 from benchmarks.measure import TYPER, compare, run
 
 COMPLETION = {
@@ -25,8 +26,8 @@ def main() -> int:
     runs = parser.parse_args().runs
     ckpttool = str(Path(sys.executable).with_name("ckpttool"))
     with tempfile.TemporaryDirectory() as folder:
-        role, archive = Path(folder, "role"), Path(folder, "archive")
-        subprocess.run([sys.executable, "-m", "benchmarks.checkpoints", str(role), str(archive)], check=True)
+        role, archive, v1 = Path(folder, "role"), Path(folder, "archive"), Path(folder, "global_step_1", "actor")
+        subprocess.run([sys.executable, "-m", "benchmarks.checkpoints", str(role), str(archive), str(v1)], check=True)
         inspect = [ckpttool, "inspect"]
         results = [
             compare("ckpttool --help", [ckpttool, "--help"], TYPER, 3.5, runs=runs),
@@ -35,12 +36,13 @@ def main() -> int:
         ]
         print("\n".join(map(str, results)))
         big = min((run([*inspect, str(archive)]) for _ in range(3)), key=lambda r: r.wall)
+        linked = linking.measure(v1, ckpttool, max(runs // 2, 3))
     kept = big.wall < METADATA_SECONDS and big.peak < METADATA_MIB
     print(
         f"inspect, .metadata of 1,024 ranks and 100,000 chunks: {big.wall:.2f} s (limit {METADATA_SECONDS:.0f}), "
         f"{big.peak:.0f} MiB (limit {METADATA_MIB})  {'ok' if kept else 'OVER'}"
     )
-    return 0 if kept and all(result.kept for result in results) else 1
+    return 0 if kept and linked and all(result.kept for result in results) else 1
 
 
 if __name__ == "__main__":

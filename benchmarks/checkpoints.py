@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -54,6 +55,36 @@ def dcp_metadata(path: Path, *, ranks: int = 1024, chunks: int = 100_000) -> Non
     builders.synthetic_metadata(path / ".metadata", ranks=ranks, chunks=chunks)
 
 
+def megatron_role(path: Path, *, files: int = 10_000) -> None:
+    """Write a role of verl's layout v1 whose archive has many data files, each with chunks of weights and optimizer."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    archive = path / "dist_ckpt"
+    archive.mkdir(parents=True)
+    storage, state = {}, {}  # type: ignore[var-annotated]
+    for key in ("decoder.layers.mlp.linear_fc1.weight", "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"):
+        chunks = [ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(files)]
+        state[key] = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([files]), chunks)
+        for n in range(files):
+            storage[MetadataIndex(key, torch.Size([n]))] = _StorageInfo(f"__{n}_0.distcp", 0, 16)
+    state["rng_state/shard_0_1"] = BytesStorageMetadata()
+    storage[MetadataIndex("rng_state/shard_0_1")] = _StorageInfo("__0_0.distcp", 0, 16)
+    (archive / ".metadata").write_bytes(pickle.dumps(Metadata(state, None, storage)))
+    (archive / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    for n in range(files):
+        (archive / f"__{n}_0.distcp").write_bytes(bytes(16))
+
+
 if __name__ == "__main__":  # a process of its own, so that the one that measures stays small
     fsdp_role(Path(sys.argv[1]))
     dcp_metadata(Path(sys.argv[2]))
+    megatron_role(Path(sys.argv[3]))

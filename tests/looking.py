@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,14 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpttool.errors import Problem
 from ckpttool.inspection import Inspection
+from tests.hostile import PROTO, named, stacked, text
+from tests.writers.reading import part_of, read_metadata
 
 State = dict[str, Any]
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
 RankState = Callable[[int, DeviceMesh], State]
 
 
@@ -42,23 +49,41 @@ def holds(found: Inspection) -> set[tuple[str, str]]:
     return {(content.name, content.where) for content in found.contents}
 
 
-def headers(*paths: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def headers(*paths: Path) -> Tensors:
     """Name to dtype and shape, by the safetensors library."""
     entries = {}
     for path in paths:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 tensor = file.get_tensor(name)
-                entries[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                entries[name] = (_short(tensor.dtype), tuple(tensor.shape))
     return entries
+
+
+def weights(archive: Path) -> Tensors:
+    """Name to dtype and shape of what belongs to the model of a distributed checkpoint, by torch."""
+    return {
+        key: (_short(entry.properties.dtype), tuple(entry.size))
+        for key, entry in read_metadata(archive).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and part_of(key) == "model"
+    }
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def numel(tensors: Tensors) -> int:
+    """How many elements these tensors have together."""
+    return sum(torch.Size(shape).numel() for _, shape in tensors.values())
 
 
 def elements(*paths: Path) -> int:
     """How many elements safetensors files hold, by the safetensors library."""
-    return sum(torch.Size(shape).numel() for _, shape in headers(*paths).values())
+    return numel(headers(*paths))
 
 
-def listed(found: Inspection) -> dict[str, tuple[str, tuple[int, ...]]]:
+def listed(found: Inspection) -> Tensors:
     """Name to dtype and shape, as listed."""
     return {row.name: (row.dtype, row.shape) for row in found.tensors}
 
@@ -99,42 +124,37 @@ def repack(path: Path, change: Callable[[bytes], bytes]) -> None:
             archive.writestr(name, change(data) if name.endswith("/data.pkl") else data)
 
 
+def save_dcp(path: Path, state: Mapping[str, torch.Tensor], *, backend: str | None = None) -> Path:
+    """A distributed checkpoint of one process, by torch; with a backend, Megatron's last word on it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(dict(state), checkpoint_id=path, no_dist=True)
+    if backend is not None:
+        write_json(path / "metadata.json", {"sharded_backend": backend, "sharded_backend_version": 1})
+    return path
+
+
+def change_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
+    """Edit the index of a distributed checkpoint with torch's own classes."""
+    metadata = read_metadata(path)
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def bombs(marker: Path) -> Mapping[str, bytes]:
     """Pickles that create a file when they are loaded, each in another way."""
-    shell = f"touch {marker}"
-    python = f"open({str(marker)!r}, 'w').close()"
+    shell, python = f"touch {marker}", f"open({str(marker)!r}, 'w').close()"
     return {
         "os.system in text opcodes": b"cos\nsystem\n(V" + shell.encode() + b"\ntR.",
-        "posix.system": b"\x80\x02cposix\nsystem\nX" + _counted(shell) + b"\x85R.",
-        "builtins.eval in text opcodes": b"c__builtin__\neval\n(V" + python.encode() + b"\ntR.",
-        "os.system by STACK_GLOBAL": b"\x80\x04" + _named("os", "system") + b"\x8c" + _short(shell) + b"\x85R.",
-        "builtins.exec by STACK_GLOBAL": b"\x80\x04"
-        + _named("builtins", "exec")
-        + b"\x8c"
-        + _short(python)
-        + b"\x85R.",
+        "posix.system by GLOBAL": b"\x80\x02" + named("posix", "system") + text(shell) + b"\x85R.",
+        "eval in text opcodes": b"c__builtin__\neval\n(V" + python.encode() + b"\ntR.",
+        "os.system by STACK_GLOBAL": PROTO + stacked("os", "system") + text(shell) + b"\x85R.",
+        "exec by STACK_GLOBAL": PROTO + stacked("builtins", "exec") + text(python) + b"\x85R.",
+        "subprocess in text opcodes": b"csubprocess\ncall\n((lVtouch\naV" + str(marker).encode() + b"\natR.",
         "subprocess by STACK_GLOBAL": (
-            b"\x80\x04"
-            + _named("subprocess", "Popen")
-            + b"]\x8c"
-            + _short("touch")
-            + b"a\x8c"
-            + _short(str(marker))
-            + b"a\x85R."
+            PROTO + stacked("subprocess", "call") + b"](" + text("touch") + text(str(marker)) + b"e\x85R."
         ),
     }
-
-
-def _counted(text: str) -> bytes:
-    return len(text).to_bytes(4, "little") + text.encode()
-
-
-def _short(text: str) -> bytes:
-    return bytes([len(text)]) + text.encode()
-
-
-def _named(module: str, name: str) -> bytes:
-    return b"\x8c" + _short(module) + b"\x8c" + _short(name) + b"\x93"
 
 
 BOMBS = tuple(bombs(Path("marker")))

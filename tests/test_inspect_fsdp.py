@@ -176,9 +176,12 @@ def test_missing_ranks_are_listed_and_lie_on_other_nodes(role: Path, gone: tuple
     found = inspect(role)
     assert (found.kind, found.state) == ("fsdp", "incomplete")
     assert faults(found) == ["rank-missing"] * 3
-    tail = f"shards missing of {len(gone)} of 4 ranks: {words}"
-    assert {told.message for told in found.faults} == {f"{kind} {tail}" for kind in ("model", "optim", "extra_state")}
-    assert all("multi-node" in told.hint and "copy them" in told.hint for told in found.faults)
+    assert [told.message.partition(" ")[0] for told in found.faults] == ["extra_state", "model", "optim"]
+    for told in found.faults:
+        assert f"rank {words} " in told.message
+        assert f"{len(gone)} of 4 ranks" in told.message
+        assert "multi-node" in told.hint
+        assert "copy them" in told.hint
 
 
 def test_a_missing_rank_leaves_the_rest_readable(role: Path, fsdp_checkpoints: Path) -> None:
@@ -192,7 +195,9 @@ def test_an_optimizer_file_is_missing(role: Path) -> None:
     (role / shard(3, "optim")).unlink()
     found = inspect(role)
     assert faults(found) == ["rank-missing"]
-    assert problem(found, "rank-missing").message == "optim shards missing of 1 of 4 ranks: 3"
+    message = problem(found, "rank-missing").message
+    assert message.startswith("optim ")
+    assert "rank 3 " in message
 
 
 def test_only_the_note_of_the_shards_is_left(role: Path) -> None:

@@ -38,6 +38,9 @@ HUGGINGFACE_FORMAT = "huggingface"
 ARCHIVE_FORMAT = "megatron_dist_checkpoint"
 JSON_FORMAT = "json"
 
+TRANSFER_QUEUE = "transfer_queue"
+"""What verl's asynchronous trainer leaves in a step beside the roles."""
+
 STEP = re.compile(r"(?:global_steps?_|step[_-]|checkpoint-|iter_)(\d+)")
 """Step directories: verl and SkyRL, NeMo-RL and torchtitan, transformers, Megatron-LM."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +67,7 @@ def migrate(
     code = 4 if refused else 0
     problems = [reason for plan in refused for reason in plan.reasons]
     if json:
-        sys.stdout.write(envelope("migrate", ok=code == 0, data=asdict(result), problems=problems) + "\n")
+        sys.stdout.write(envelope("migrate", ok=code == 0, data=result.as_json(), problems=problems) + "\n")
     else:
         show_migration(result, session.out)
     raise Exit(code)

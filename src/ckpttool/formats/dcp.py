@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ def _backend(path: Path, found: Findings | None = None) -> dict[str, Any] | None
         return None
     try:
         return read_object(path / BACKEND_FILE)
-    except BrokenCheckpoint as error:
+    except CkpttoolError as error:
         if found is not None:
             found.of(error, BACKEND_FILE)
         return {}
@@ -279,11 +280,10 @@ def _check_files(path: Path, storage: Mapping[tuple[str, Index | None], Place], 
         needed[place.file] = max(needed[place.file], place.offset + place.length)
     missing = []
     for name, size in sorted(needed.items()):
-        if not (path / name).is_file():
+        has = _size_of(path, name)
+        if has is None:
             missing.append(name)
-            continue
-        has = torchzip.file_size(path / name)
-        if has < size:
+        elif has < size:
             found.problems.append(
                 Problem(
                     code="truncated",
@@ -310,6 +310,15 @@ def _check_files(path: Path, storage: Mapping[tuple[str, Index | None], Place], 
                 hint="They are left over from another save into this directory and are not read.",
             )
         )
+
+
+def _size_of(path: Path, name: str) -> int | None:
+    """Return the size of a regular file, or ``None`` (one look a file: archives have thousands)."""
+    try:
+        info = os.stat(f"{path}/{name}")  # noqa: PTH116
+    except OSError:
+        return None
+    return info.st_size if stat.S_ISREG(info.st_mode) else None
 
 
 def _common(path: Path, objects: Mapping[str, Place], found: Findings) -> tuple[Mapping[str, Any] | None, str]:

@@ -142,8 +142,11 @@ def _integers(view: StoredTensor, read_storage: Callable[[StoredTensor], bytes])
     codes = {"int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B"}
     if view.dtype not in codes:
         raise BrokenCheckpoint(f"a device mesh of {view.dtype}", code="unreadable-pickle")
-    raw = read_storage(view)
-    return struct.unpack(f"<{len(raw) // struct.calcsize(codes[view.dtype])}{codes[view.dtype]}", raw)
+    code, raw = codes[view.dtype], read_storage(view)
+    size = struct.calcsize(code)
+    if len(raw) % size:
+        raise BrokenCheckpoint(f"a device mesh in {len(raw):,} bytes of {view.dtype}", code="unreadable-pickle")
+    return struct.unpack(f"<{len(raw) // size}{code}", raw)
 
 
 def local_box(

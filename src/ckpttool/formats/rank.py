@@ -124,7 +124,7 @@ class RankReader:
         mesh = self.meshes[id(record)]
         coordinate = mesh.coordinate(self.rank)
         recorded = record.get("_coordinate_on_dim")
-        if coordinate is None or (recorded is not None and tuple(recorded) != coordinate):
+        if coordinate is None or (recorded is not None and shape_of(recorded) != coordinate):
             raise BrokenCheckpoint(
                 f"the file is named rank {self.rank}, its tensors were saved by another rank", code="rank-disagrees"
             )

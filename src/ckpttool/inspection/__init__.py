@@ -53,7 +53,8 @@ def _require_directory(path: Path) -> None:
     if path.is_dir():
         return
     if path.exists():
-        raise NotACheckpoint(f"{path}: neither a directory nor a regular file")
+        hint = "Give a run, a step (global_step_N), a role (actor), a bare checkpoint or a file of one."
+        raise NotACheckpoint(f"{path}: neither a directory nor a regular file", hint=hint)
     if path.is_symlink():
         raise NotACheckpoint(f"{path}: a link that leads nowhere", hint=f"It points at {path.readlink()}.")
     parent = path.parent

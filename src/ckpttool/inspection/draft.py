@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import Problem
+from ckpttool.errors import Problem, Refused
 from ckpttool.inspection import summary
 from ckpttool.inspection.result import Content, Inspection, Manifest, Run, State, Suggestion
 from ckpttool.inspection.sections import Section, contents, rows
@@ -79,6 +80,15 @@ def under(where: str, problems: Iterable[Problem]) -> list[Problem]:
     if not where:
         return list(problems)
     return [replace(p, path=f"{where}/{p.path}" if p.path else where) for p in problems]
+
+
+@contextmanager
+def refusals_of(where: str) -> Iterator[None]:
+    """Let a refusal say in which directory below the inspected one it was."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f"{where}: {error.message}", hint=error.hint, code=error.code) from error
 
 
 def _model_tensors(sections: list[Section]) -> list[TensorInfo]:

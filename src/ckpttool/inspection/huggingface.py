@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ckpttool.formats import hf
 from ckpttool.formats.findings import counted, listing
-from ckpttool.inspection.draft import Draft
+from ckpttool.inspection.access import add_closed, closed
+from ckpttool.inspection.draft import Draft, refusals_of
 from ckpttool.inspection.result import Content
 from ckpttool.inspection.sections import Section
 
@@ -35,9 +36,11 @@ def inspect_hf(path: Path, evidence: tuple[str, ...]) -> Draft:
 def add_huggingface(draft: Draft, where: str, weights_are: str) -> None:
     """Add a ``huggingface/`` directory below: weights, side files, or a note that it holds neither."""
     path = draft.path / where
-    if not path.is_dir():
+    add_closed(draft, [where])
+    if not path.is_dir() or closed(path):
         return
-    source = hf.open_(path)
+    with refusals_of(where):
+        source = hf.open_(path)
     if source.weights:
         draft.add(Section(where, source))
     else:

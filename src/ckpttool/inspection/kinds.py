@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckpttool import layout
+from ckpttool.inspection.access import HINT, closed
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Inspection
 
@@ -28,7 +30,7 @@ def is_checkpoint(path: Path) -> bool:
     from ckpttool.formats import dcp, foreign, fsdp, hf
     from ckpttool.inspection import megatron
 
-    return bool(
+    return not closed(path) and bool(
         fsdp.detect(path)
         or megatron.detect(path)
         or dcp.detect(path)
@@ -39,17 +41,26 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def roles(path: Path) -> list[Path]:
-    """Return the role directories of a step, empty ones too; none when the step is a checkpoint itself."""
-    if is_checkpoint(path):
+    """Return the role directories of a step, empty and closed ones too; none when it is a checkpoint itself."""
+    if closed(path) or is_checkpoint(path):
         return []
-    return [p for p in sorted(path.iterdir()) if p.is_dir() and (not os.listdir(p) or is_checkpoint(p))]
+    is_step = layout.step_of(path.name) is not None
+    return [p for p in sorted(path.iterdir()) if p.is_dir() and _may_be_role(p, of_step=is_step)]
+
+
+def _may_be_role(path: Path, *, of_step: bool) -> bool:
+    if path.name == layout.TRANSFER_QUEUE:
+        return False
+    return of_step if closed(path) else not os.listdir(path) or is_checkpoint(path)
 
 
 def _look(path: Path) -> Inspection:
-    draft = recognise(path)
-    if draft is None:
-        draft = Draft(path=path, kind="unknown", title="not recognised", state="unknown")
-    return draft.finish()
+    if closed(path):
+        draft = Draft(path=path, kind="unknown", title="not readable", state="unknown")
+        draft.fault("unreadable", f"{path.name}/: permission denied", hint=HINT)
+        return draft.finish()
+    unknown = Draft(path=path, kind="unknown", title="not recognised", state="unknown")
+    return (recognise(path) or unknown).finish()
 
 
 def _fsdp(path: Path) -> Draft | None:
@@ -84,7 +95,8 @@ def _archive(path: Path) -> Draft | None:
 def _foreign(path: Path) -> Draft | None:
     from ckpttool.formats import foreign
 
-    other = foreign.detect(path) or (foreign.detect(path / "model") if (path / "model").is_dir() else None)
+    model = path / "model"
+    other = foreign.detect(path) or (foreign.detect(model) if model.is_dir() and not closed(model) else None)
     if other is None:
         return None
     draft = Draft(path=path, kind=other.kind, title=other.title, evidence=other.evidence, state="not opened")
@@ -112,7 +124,6 @@ def _run(path: Path) -> Draft | None:
 
 
 def _step(path: Path) -> Draft | None:
-    from ckpttool import layout
     from ckpttool.inspection import runs
 
     found = roles(path)

@@ -11,6 +11,7 @@ from ckpttool import layout
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats.findings import listing
 from ckpttool.formats.jsonfile import read_object
+from ckpttool.inspection.access import closed
 from ckpttool.inspection.draft import Draft, role_of
 from ckpttool.inspection.result import ExpectedTree, Manifest
 
@@ -84,7 +85,7 @@ def _is_combined(draft: Draft) -> bool:
 
 
 def _there(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and bool(os.listdir(path)))
+    return closed(path) or path.is_file() or (path.is_dir() and bool(os.listdir(path)))
 
 
 def _check_trees(draft: Draft, trees: tuple[ExpectedTree, ...]) -> None:

@@ -11,8 +11,9 @@ from ckpttool import layout
 from ckpttool.errors import Problem
 from ckpttool.formats import dcp, foreign
 from ckpttool.formats.findings import listing
+from ckpttool.inspection.access import add_closed, closed, is_directory
 from ckpttool.inspection.archive import archive_facts
-from ckpttool.inspection.draft import Draft
+from ckpttool.inspection.draft import Draft, refusals_of
 from ckpttool.inspection.huggingface import add_huggingface
 from ckpttool.inspection.manifest import add_manifest, schema_version
 from ckpttool.inspection.result import Content
@@ -22,12 +23,14 @@ V1 = "verl-megatron-v1"
 V2 = "verl-megatron-v2"
 HALF = "verl-megatron-half-migrated"
 
+_TREES = (*layout.ARCHIVES, layout.HUGGINGFACE, layout.V1_ARCHIVE, layout.V1_HUGGINGFACE, *layout.V2_PARENTS)
+
 
 def detect(path: Path) -> tuple[str, ...] | None:
     """Return the evidence for a Megatron role directory of verl, by names alone, or ``None``."""
-    trees = [t for t in (layout.V1_ARCHIVE, *layout.ARCHIVES, layout.HUGGINGFACE) if (path / t).is_dir()]
+    trees = [t for t in (layout.V1_ARCHIVE, *layout.ARCHIVES, layout.HUGGINGFACE) if is_directory(path / t)]
     files = [f for f in (layout.MANIFEST, layout.TRANSFORMER_CONFIG) if (path / f).is_file()]
-    hf = [layout.V1_HUGGINGFACE] if (path / layout.V1_HUGGINGFACE).is_dir() else []
+    hf = [layout.V1_HUGGINGFACE] if is_directory(path / layout.V1_HUGGINGFACE) else []
     if trees or files:
         return (*(f"{t}/" for t in (*trees, *hf)), *files)
     return None
@@ -39,6 +42,7 @@ def inspect_role(path: Path, evidence: tuple[str, ...]) -> Draft:
     trees = [tree for tree in layout.ARCHIVES if _filled(path / tree)]
     v2 = bool(trees) or _filled(path / layout.HUGGINGFACE)
     draft = Draft(path=path, kind=V2 if v2 else V1, title="", evidence=evidence)
+    add_closed(draft, _TREES)
     _add_archives(draft, [layout.V1_ARCHIVE] if v1 else [], trees)
     for where in _huggingface(path):
         add_huggingface(draft, where, _where_weights_are(draft))
@@ -60,7 +64,7 @@ def inspect_role(path: Path, evidence: tuple[str, ...]) -> Draft:
 
 
 def _filled(path: Path) -> bool:
-    return path.is_dir() and bool(os.listdir(path))
+    return is_directory(path) and not closed(path) and bool(os.listdir(path))
 
 
 def _huggingface(path: Path) -> list[str]:
@@ -82,7 +86,8 @@ def _add_archives(draft: Draft, v1: list[str], trees: list[str]) -> None:
             _check_tree_files(draft, where, opened[key])
             continue
         opened[key] = where
-        source = dcp.open_(draft.path / where)
+        with refusals_of(where):
+            source = dcp.open_(draft.path / where)
         draft.add(Section(where, source))
         archive_facts(draft, source)
 
@@ -104,8 +109,9 @@ def _where_weights_are(draft: Draft) -> str:
 
 
 def _note_empty(draft: Draft) -> None:
-    trees = (*layout.ARCHIVES, layout.HUGGINGFACE, layout.V1_ARCHIVE, layout.V1_HUGGINGFACE, *layout.V2_PARENTS)
-    empty = [t for t in trees if (draft.path / t).is_dir() and not _filled(draft.path / t)]
+    empty = [
+        t for t in _TREES if is_directory(draft.path / t) and not closed(draft.path / t) and not _filled(draft.path / t)
+    ]
     if empty:
         misleads = draft.kind == V1 and any(t.split("/")[0] in layout.V2_PARENTS for t in empty)
         draft.note(

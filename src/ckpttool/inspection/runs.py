@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem
 from ckpttool.formats.torchzip import read_range
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta
-from ckpttool.inspection.draft import Draft, role_of
+from ckpttool.inspection.draft import Draft, refusals_of, role_of
 from ckpttool.inspection.result import Inspection, Run, StepRow
 
 TRACKERS = (layout.TRACKER, "latest_ckpt_global_step.txt")
@@ -43,13 +43,21 @@ def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]]) -> 
     draft = Draft(path=path, kind=kind, title=title, evidence=tuple(evidence))
     rows = [row for step in names for row in _rows(step, path, look, roles, draft)]
     latest = _latest_complete(rows)
-    said = read_range(file, 0, 64).decode(errors="replace").strip() if file is not None else None
+    said = _said(file, draft) if file is not None else None
     draft.run = Run(tuple(rows), file.name if file is not None else None, said, latest)
-    if file is not None:
-        _check_tracker(draft, file.name, said or "", names, latest)
+    if file is not None and said is not None:
+        _check_tracker(draft, file.name, said, names, latest)
     if not names:
         draft.fault("no-steps", "a tracker file, but no step directory beside it")
     return draft
+
+
+def _said(file: Path, draft: Draft) -> str | None:
+    try:
+        return read_range(file, 0, 64).decode(errors="replace").strip()
+    except NotACheckpoint as error:
+        draft.fault(error.code, error.message, path=file.name, hint=error.hint)
+        return None
 
 
 def _run_kind(names: list[Path]) -> tuple[str, str]:
@@ -70,7 +78,8 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
     where = str(path.relative_to(base))
     step = layout.step_of(path.name)
     step = layout.step_of(path.parent.name) if step is None else step
-    found = look(path)
+    with refusals_of(where):
+        found = look(path)
     reason = _reason(found)
     if found.faults:
         first = found.faults[0]

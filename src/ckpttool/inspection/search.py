@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpttool.errors import NotACheckpoint
 from ckpttool.formats.findings import listing
 from ckpttool.inspection import runs
+from ckpttool.inspection.access import closed
 from ckpttool.inspection.kinds import is_checkpoint
 
 DEPTH = 4
@@ -54,6 +55,6 @@ def _search(path: Path) -> list[Path]:
 
 def _folders(path: Path) -> list[Path]:
     try:
-        return sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink())
+        return sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink() and not closed(p))
     except PermissionError:
         return []

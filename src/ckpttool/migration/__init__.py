@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint, UsageError
 from ckpttool.inspection import kinds, runs
+from ckpttool.inspection.search import only_candidate
+from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
-from ckpttool.migration.plan import STAGING, V1, plan_role
+from ckpttool.migration.plan import plan_role
 from ckpttool.migration.result import Migration, Options, RolePlan
-from ckpttool.migration.steps import LinkRefused, execute, locked, remove_names
+from ckpttool.migration.role import STAGING, V1, V1_NAMES, marks
+from ckpttool.migration.steps import LinkRefused, execute, locked
+from ckpttool.migration.trees import condition
 
 __all__ = ["Migration", "Options", "migrate"]
 
@@ -40,6 +48,7 @@ def migrate(path: Path, options: Options, progress: Progress = lambda _bytes: No
     _refuse_broken(path, plans, options)
     if options.dry_run:
         return Migration(path=str(path), done=False, roles=tuple(plans))
+    _check_space(plans)
     done = [_migrate_role(Path(plan.path), plan, options, progress) for plan in plans]
     return Migration(path=str(path), done=True, roles=tuple(done))
 
@@ -47,18 +56,40 @@ def migrate(path: Path, options: Options, progress: Progress = lambda _bytes: No
 def find_roles(path: Path) -> list[Path]:
     """Return the role directories at or below a path: itself, the roles of a step, of every step of a run."""
     if not path.is_dir():
-        raise NotACheckpoint(f"{path}: no such directory", hint="Give a role (actor), a step (global_step_N) or a run.")
+        what = "not a directory" if path.exists() else "no such directory"
+        raise NotACheckpoint(f"{path}: {what}", hint=_beside(path))
     if kinds.is_checkpoint(path):
         return [path]
     steps = runs.steps(path)
     roles = [role for step in steps for role in (kinds.roles(step) or ([step] if kinds.is_checkpoint(step) else []))]
     found = roles or kinds.roles(path)
     if not found:
-        raise NotACheckpoint(
-            f"{path}: no role directory here or below",
-            hint="Give a role (actor), a step (global_step_N) or a run.",
-        )
+        raise NotACheckpoint(f"{path}: no role directory here or below", hint=_below(path))
     return found
+
+
+_MEANT = "Give a role (actor), a step (global_step_N) or a run."
+
+
+def _beside(path: Path) -> str:
+    """Return what may have been meant by a path that is not there."""
+    try:
+        close = get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()], 3)
+    except OSError:
+        close = []
+    lines = "".join(f"\n  ckpttool migrate {shlex.quote(str(path.with_name(name)))}" for name in close)
+    return f"Try:{lines}" if lines else _MEANT
+
+
+def _below(path: Path) -> str:
+    """Return what to type instead, by what lies below a directory."""
+    try:
+        found = str(only_candidate(path))
+    except NotACheckpoint as error:
+        if "ckpttool inspect " in error.hint:
+            return error.hint.replace("ckpttool inspect ", "ckpttool migrate ")
+        return _MEANT
+    return f"Try:\n  ckpttool migrate {shlex.quote(found)}"
 
 
 def _refuse_broken(path: Path, plans: Iterable[RolePlan], options: Options) -> None:
@@ -79,65 +110,93 @@ def _refuse_broken(path: Path, plans: Iterable[RolePlan], options: Options) -> N
 
 
 def _migrate_role(role: Path, plan: RolePlan, options: Options, progress: Progress) -> RolePlan:
-    """Carry out one role's plan under its lock, made anew there, and check the outcome."""
-    if plan.action == "refuse" or (plan.action in ("nothing", "leave") and not (role / STAGING).exists()):
+    """Carry out one role's plan under its lock, and check the outcome; what changed meanwhile is planned anew."""
+    if plan.action == "refuse" or (plan.action in ("nothing", "leave") and not _interrupted(role)):
         return plan
     try:
         with locked(role):
-            _recover(role)
-            done = _carry_out(role, options, progress)
-            if options.remove_v1 and done.action != "remove v1" and done.action != "leave":
-                done = _carry_out(role, options, progress)
+            if _recover(role) or marks(role) != plan.marks:
+                plan = plan_role(role, options)
+            done = _carry_out(role, plan, options, progress)
+            if options.remove_v1 and done.action not in ("remove v1", "leave"):
+                done = _carry_out(role, plan_role(role, options), options, progress)
             return done
     except PermissionError as error:
         raise CannotWrite(f"{error.filename}: permission denied", hint="Run as the owner of the checkpoint.") from error
 
 
-def _carry_out(role: Path, options: Options, progress: Progress) -> RolePlan:
-    plan = plan_role(role, options)
+def _interrupted(role: Path) -> bool:
+    return (role / STAGING).is_dir() and not (role / STAGING).is_symlink()
+
+
+def _carry_out(role: Path, plan: RolePlan, options: Options, progress: Progress) -> RolePlan:
     if plan.action == "refuse":
-        raise BrokenCheckpoint(f"{role}: changed while it was looked at", problems=plan.reasons)
-    _check_space(role, plan)
+        raise BrokenCheckpoint(f"{role}: cannot be migrated", code="broken-source", problems=plan.reasons)
+    _check_space([plan])
     try:
         execute(role, plan.steps, progress)
     except LinkRefused as refused:
-        _recover(role)
+        _step_back(role, plan)
         if options.fallback is None or options.fallback == options.mode:
             raise
-        again = _carry_out(role, replace(options, mode=options.fallback, fallback=None), progress)
+        other = replace(options, mode=options.fallback, fallback=None)
+        again = _carry_out(role, plan_role(role, other), other, progress)
         return replace(again, notes=(*again.notes, f"{refused.message}; went on with --fallback {options.fallback}"))
     except CannotWrite:
-        _recover(role)
+        _step_back(role, plan)
         raise
-    after = plan_role(role, replace(options, remove_v1=False))
-    if after.action not in ("nothing", "leave"):
-        raise BrokenCheckpoint(
-            f"{role}: the outcome is not what was planned", problems=after.reasons, code="not-as-planned"
-        )
+    _check_outcome(role, plan)
     return plan
 
 
-def _check_space(role: Path, plan: RolePlan) -> None:
-    free = shutil.disk_usage(role).free
-    if plan.copied_bytes > free:
-        raise CannotWrite(
-            f"{role}: the copies need {plan.copied_bytes:,} bytes, {free:,} are free",
-            hint="Hard links need no space: --mode hardlink.",
-            code="no-space",
+def _check_outcome(role: Path, plan: RolePlan) -> None:
+    """Look at the directory again: every tree is whole and the manifest is in, or every tree is gone."""
+    wrong = [
+        tree.path
+        for tree in plan.trees
+        if plan.action in ("migrate", "finish", "adopt")
+        and (role / tree.source).is_dir()
+        and condition(role, tree.path, tree.source) != "whole"
+    ]
+    if plan.action == "undo":
+        wrong = [tree.path for tree in plan.trees if os.path.lexists(role / tree.path)]
+    if wrong or (plan.manifest is not None and manifests.read(role) != plan.manifest):
+        raise BrokenCheckpoint(
+            f"{role}: the outcome is not what was planned: {', '.join(wrong) or layout.MANIFEST}", code="not-as-planned"
         )
 
 
-def _recover(role: Path) -> None:
+def _step_back(role: Path, plan: RolePlan) -> None:
+    """Take away what a step that failed leaves aside, and directories that have not got their tree."""
+    _recover(role)
+    made = {step.path for step in plan.steps if isinstance(step, do.MakeDirectory)} & set(layout.V2_PARENTS)
+    for parent in sorted(made):
+        with suppress(OSError):  # it is not there, or not empty
+            os.rmdir(role / parent)  # noqa: PTH106
+
+
+def _check_space(plans: Iterable[RolePlan]) -> None:
+    """Compare what will be copied to each file system with what is free there."""
+    needed: Counter[int] = Counter()
+    for plan in (plan for plan in plans if plan.copied_bytes):
+        path = Path(plan.path)
+        device = path.stat().st_dev
+        needed[device] += plan.copied_bytes
+        free = shutil.disk_usage(path).free
+        if needed[device] > free:
+            raise CannotWrite(
+                f"{path}: the copies need {needed[device]:,} bytes, {free:,} are free",
+                hint="Hard links need no space: --mode hardlink.",
+                code="no-space",
+            )
+
+
+def _recover(role: Path) -> bool:
     """Clear away what a killed run left aside; v1 names that it had moved there come back first."""
-    if not (role / STAGING).is_dir():
-        return
+    if not _interrupted(role):
+        return False
     back = tuple(
-        do.Move(f"{V1}/{name}", name)
-        for name in (layout.V1_ARCHIVE, layout.V1_HUGGINGFACE)
-        if (role / V1 / name).is_dir() and not (role / name).exists()
+        do.Move(f"{V1}/{name}", name) for name in V1_NAMES if (role / V1 / name).is_dir() and not (role / name).exists()
     )
-    try:
-        execute(role, back)
-        remove_names(role / STAGING)
-    except OSError as error:
-        raise CannotWrite(f"{role}/{STAGING}: {error.strerror}", hint="It holds extra names only.") from error
+    execute(role, (*back, do.RemoveNames(STAGING)))
+    return True

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool import __version__, layout
-from ckpttool.errors import CkpttoolError
 from ckpttool.formats import hf
 from ckpttool.formats.jsonfile import read_object
 
 TOOL = "ckpttool migrate"
 BEFORE = "v1_manifest"
 """The key under which a manifest of before layout v2, whose form is not known, is kept."""
+
+_BEFORE_TEXT = "v1_manifest_text"
 
 _HOLDS = {
     layout.MODEL: "Megatron shards of the model weights.",
@@ -26,28 +27,53 @@ _HOLDS = {
 
 
 def read(role: Path) -> dict[str, Any]:
-    """Return the manifest of a role, or nothing where there is none that can be read."""
-    try:
-        return read_object(role / layout.MANIFEST)
-    except CkpttoolError:
-        return {}
+    """Return the manifest of a role, empty where there is none.
+
+    Raises :class:`~ckpttool.errors.BrokenCheckpoint` for one that cannot be read.
+    """
+    file = role / layout.MANIFEST
+    return read_object(file) if file.is_file() else {}
 
 
 def is_ours(manifest: Mapping[str, Any]) -> bool:
     """Tell whether a manifest was written by a migration of ours."""
+    return _migration(manifest).get("tool") == TOOL
+
+
+def _migration(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     migration = manifest.get("migration")
-    return isinstance(migration, dict) and migration.get("tool") == TOOL
+    return migration if isinstance(migration, dict) else {}
 
 
 def is_v2(manifest: Mapping[str, Any]) -> bool:
-    """Tell whether a manifest speaks of layout v2."""
-    return manifest.get("schema_version") == layout.SCHEMA_VERSION
+    """Tell whether a manifest speaks of layout v2, or of one that came after it."""
+    version = manifest.get("schema_version")
+    return type(version) is int and version >= layout.SCHEMA_VERSION
+
+
+def being_undone(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what stands in the manifest's place while a migration is undone: no schema, the earlier one kept."""
+    return {key: value for key, value in manifest.items() if key in ("migration", BEFORE)}
+
+
+def earlier_text(manifest: Mapping[str, Any]) -> str | None:
+    """Return the text of the manifest that a migration found, to the letter, or ``None`` where there was none."""
+    if BEFORE not in manifest:
+        return None
+    text = _migration(manifest).get(_BEFORE_TEXT)
+    return text if isinstance(text, str) else render(manifest[BEFORE])
 
 
 def compose(
-    role: Path, earlier: dict[str, Any], trees: Collection[str], parts: Collection[str], ranks: int, mode: str
+    role: Path, found: Mapping[str, Any], trees: Collection[str], parts: Collection[str], ranks: int, mode: str
 ) -> dict[str, Any]:
-    """Return the manifest of a migrated role. ``parts`` are those of the archive, ``ranks`` wrote its data files."""
+    """Return the manifest of a migrated role. ``parts`` are those of the archive, ``ranks`` wrote its data files.
+
+    ``found`` is the manifest that was there: of before the migration, or of an earlier run of it.
+    """
+    kept = _kept(role, found)
+    earlier = kept.get(BEFORE, {})
+    text = _migration(kept).get(_BEFORE_TEXT)
     source = _huggingface(role)
     weights = bool(source and source.weights)
     known = {
@@ -67,15 +93,26 @@ def compose(
         "directories": {tree: _HOLDS[tree] for tree in sorted(trees)},
         "saved_any_dist_ckpt": bool(set(trees) - {layout.HUGGINGFACE}),
     }
-    migration = {
+    migration: dict[str, Any] = {
         "tool": TOOL,
         "version": __version__,
         "from_layout": 1,
         "mode": mode,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    kept = {BEFORE: earlier} if earlier else {}
-    return {**known, **_said_before(earlier), **kept, "migration": migration}
+    told = {BEFORE: earlier} if BEFORE in kept else {}
+    if text is not None:
+        migration[_BEFORE_TEXT] = text
+    return {**known, **_said_before(earlier), **told, "migration": migration}
+
+
+def _kept(role: Path, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the earlier manifest under its key; with its text where that is not what we would write."""
+    file = role / layout.MANIFEST
+    if is_ours(found) or not file.is_file():
+        return found
+    text = file.read_text(encoding="utf-8")
+    return {BEFORE: found, "migration": {} if text == render(found) else {_BEFORE_TEXT: text}}
 
 
 def _said_before(earlier: Mapping[str, Any]) -> dict[str, Any]:

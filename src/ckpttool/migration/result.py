@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ckpttool.errors import Problem
@@ -41,7 +41,10 @@ class TreeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """What happens to one role directory: ``steps`` are carried out in order, ``reasons`` say why it is refused."""
+    """What happens to one role directory: ``steps`` are carried out in order, ``reasons`` say why it is refused.
+
+    ``marks`` are the inode and time of what the plan rests on: it is made anew when they have changed.
+    """
 
     path: str
     kind: str
@@ -54,6 +57,7 @@ class RolePlan:
     copied_bytes: int = 0
     reasons: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    marks: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +67,16 @@ class Migration:
     path: str
     done: bool
     roles: tuple[RolePlan, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data; every step says what it does. Reasons are reported beside it, in the envelope."""
+        return {"path": self.path, "done": self.done, "roles": [_role_as_json(plan) for plan in self.roles]}
+
+
+def _role_as_json(plan: RolePlan) -> dict[str, Any]:
+    data = {
+        field_.name: getattr(plan, field_.name) for field_ in fields(plan) if field_.name not in ("marks", "reasons")
+    }
+    data["steps"] = [{"do": type(step).__name__, **asdict(step)} for step in plan.steps]
+    data["trees"] = [asdict(tree) for tree in plan.trees]
+    return data

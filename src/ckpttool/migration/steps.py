@@ -6,6 +6,7 @@ moved as whole directories, or lose a name that the plan has shown to be one of 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -20,9 +21,10 @@ COPY_AT_ONCE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MakeDirectory:
-    """Make a directory; one that is there already is fine."""
+    """Make a directory; one that is there already is fine. It gets the mode of the one that it is ``like``."""
 
     path: str
+    like: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class CopyFiles:
 
 @dataclass(frozen=True, slots=True)
 class LinkDirectory:
-    """Make a relative symbolic link ``path`` that leads to ``to`` (as seen from the directory of ``path``)."""
+    """Make a relative symbolic link; ``to`` is told from where the link is moved to later."""
 
     path: str
     to: str
@@ -53,7 +55,7 @@ class LinkDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rename a directory inside the role; the target is absent."""
+    """Rename a directory or a link inside the role to a name that is free, or a file over another one."""
 
     source: str
     target: str
@@ -89,7 +91,7 @@ class RemoveLink:
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """Write a small file so that it is either the old or the new one at any moment."""
+    """Write a small new file and make it durable."""
 
     path: str
     text: str
@@ -135,8 +137,8 @@ def execute(role: Path, steps: tuple[Step, ...], progress: Callable[[int], None]
 
 def _failed(role: Path, step: Step, error: OSError) -> CannotWrite:
     name = Path(os.fsdecode(error.filename or "")).name
-    where = f"{step.target}/{name}" if isinstance(step, _FILES) else getattr(step, "path", "") or name
-    text = f"{role}: {where}: {error.strerror} (errno {error.errno})"
+    where = f"{step.source}/{name}".rstrip("/") if isinstance(step, _FILES) else getattr(step, "path", "") or name
+    text = f"{role}: {where}: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})"
     if isinstance(step, LinkFiles):
         return LinkRefused(
             f"{text}: the hard link was refused",
@@ -144,7 +146,9 @@ def _failed(role: Path, step: Step, error: OSError) -> CannotWrite:
             code="link-refused",
         )
     if isinstance(step, LinkDirectory):
-        return LinkRefused(f"{text}: the symbolic link was refused", hint="Use --mode copy.", code="link-refused")
+        return LinkRefused(
+            f"{text}: the symbolic link was refused", hint="Use --mode copy, or --fallback copy.", code="link-refused"
+        )
     return CannotWrite(text, hint="Nothing of layout v1 was changed; the same command finishes or undoes this one.")
 
 
@@ -153,9 +157,8 @@ _FILES = (LinkFiles, CopyFiles)
 
 def _one(role: Path, step: Step, progress: Callable[[int], None]) -> None:  # noqa: C901 - one line a step
     match step:
-        case MakeDirectory(path):
-            if not (role / path).is_dir():
-                os.mkdir(role / path)  # noqa: PTH102 - one system call, visible as such
+        case MakeDirectory(path, like):
+            _make_directory(role / path, role / like if like else None)
         case LinkFiles(source, target, names):
             _link(role / source, role / target, names)
         case CopyFiles(source, target, names):
@@ -176,6 +179,13 @@ def _one(role: Path, step: Step, progress: Callable[[int], None]) -> None:  # no
             os.unlink(role / path)  # noqa: PTH108
         case WriteFile(path, text):
             _write(role / path, text)
+
+
+def _make_directory(path: Path, like: Path | None) -> None:
+    if not path.is_dir():
+        os.mkdir(path)  # noqa: PTH102 - one system call, visible as such
+    if like is not None:
+        os.chmod(path, like.stat().st_mode & 0o7777 | 0o700)  # noqa: PTH101
 
 
 def _link(source: Path, target: Path, names: tuple[str, ...]) -> None:
@@ -202,6 +212,7 @@ def _copy(source: Path, target: Path, progress: Callable[[int], None]) -> None:
         writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.st_mode & 0o777)
         try:
             _copy_bytes(reading, writing, info.st_size, progress)
+            os.fchmod(writing, info.st_mode & 0o7777)
             os.utime(writing, ns=(info.st_atime_ns, info.st_mtime_ns))
             os.fsync(writing)
         finally:
@@ -233,7 +244,7 @@ def _copy_bytes(reading: int, writing: int, size: int, progress: Callable[[int],
         progress(moved)
 
 
-_NOT_IN_KERNEL = {18, 22, 38, 95}  # EXDEV, EINVAL, ENOSYS, EOPNOTSUPP
+_NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
 def _sync(path: Path) -> None:
@@ -246,19 +257,20 @@ def _sync(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        os.write(handle, text.encode())
+        data = memoryview(text.encode())
+        while data:
+            data = data[os.write(handle, data) :]
         os.fsync(handle)
     finally:
         os.close(handle)
-    os.rename(temporary, path)  # noqa: PTH104
-    _sync(path.parent)
 
 
 def remove_names(path: Path) -> None:
     """Remove a directory with the names in it; links to directories are removed, not followed."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     for folder, below, files in os.walk(path, topdown=False, followlinks=False):
         for name in files:
             os.unlink(Path(folder, name))  # noqa: PTH108

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckpttool import layout
 from ckpttool.formats import dcp
+from ckpttool.migration.result import Mode
 
 Condition = Literal["absent", "empty", "whole", "partial", "foreign", "absolute link", "dangling link"]
 """How a tree of v2 compares with its source: ``foreign`` holds a file that is not the source's."""
 
 
+class File(NamedTuple):
+    """What a directory entry leads to; equal for all names of one file."""
+
+    device: int
+    inode: int
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files below a directory: sub-directory ("" for itself) to names, and bytes in all."""
+    """The files below a directory: sub-directory ("" for itself) to names and files, and bytes in all.
 
-    folders: Mapping[str, tuple[str, ...]]
+    ``odd`` are entries that a tree cannot take over: links to directories, links that lead nowhere, special files.
+    """
+
+    folders: Mapping[str, Mapping[str, File]]
     bytes: int
+    odd: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
@@ -31,24 +45,44 @@ class Listing:
 
 def listing_of(path: Path) -> Listing:
     """List a directory with its sub-directories, in order; links to files count as the files."""
-    folders: dict[str, tuple[str, ...]] = {}
-    total = 0
-    for where, names in _walk(path):
-        folders[where] = names
-        total += sum((path / where / name).stat().st_size for name in names)
-    return Listing(folders, total)
-
-
-def _walk(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    folders: dict[str, Mapping[str, File]] = {}
+    odd: list[str] = []
     for folder, below, files in os.walk(path):
         below.sort()
-        where = os.path.relpath(folder, path)
-        yield "" if where == "." else where, tuple(sorted(files))
+        where = os.path.relpath(folder, path).removeprefix(".")
+        found = {name: _file(os.path.join(folder, name)) for name in sorted(files)}  # noqa: PTH118 - many files
+        folders[where] = {name: file for name, file in found.items() if file is not None}
+        links = [name for name in below if os.path.islink(os.path.join(folder, name))]  # noqa: PTH114, PTH118
+        odd += [os.path.join(where, name) for name in (*found.keys() - folders[where].keys(), *links)]  # noqa: PTH118
+    return Listing(folders, sum(file.size for names in folders.values() for file in names.values()), tuple(odd))
+
+
+def _file(path: str) -> File | None:
+    """Return a regular file, links followed, or ``None`` for anything else."""
+    try:
+        info = os.stat(path)  # noqa: PTH116 - many files
+    except OSError:
+        return None
+    return File(info.st_dev, info.st_ino, info.st_size) if stat.S_ISREG(info.st_mode) else None
 
 
 def filled(path: Path) -> bool:
     """Tell whether a directory is there and holds something."""
     return path.is_dir() and bool(os.listdir(path))
+
+
+def flat(tree: str) -> str:
+    """Return a tree's name while it lies aside."""
+    return tree.replace("/", "-")
+
+
+def kinship(role: Path, tree: str, source: str) -> Mode:
+    """Say how a tree got its files, by its index or its first file."""
+    path = role / tree
+    if path.is_symlink():
+        return "symlink"
+    names = [name for name in sorted(os.listdir(path)) if (path / name).is_file() and (role / source / name).is_file()]
+    return "hardlink" if names and (path / names[0]).samefile(role / source / names[0]) else "copy"
 
 
 def parts_of(source: dcp.DcpSource) -> set[str]:
@@ -80,14 +114,16 @@ def condition(role: Path, tree: str, source: str, *, by_bytes: bool = False) -> 
     if not os.listdir(path):
         return "empty"
     have, want = listing_of(path), listing_of(role / source)
-    states = [
-        _same(path / folder / name, role / source / folder / name, by_bytes=by_bytes)
-        for folder, names in have.folders.items()
-        for name in names
-    ]
-    if not all(states):
+    if have.odd:
         return "foreign"
-    whole = all(set(names) <= set(have.folders.get(folder, ())) for folder, names in want.folders.items())
+    for folder, files in have.folders.items():
+        originals = want.folders.get(folder, {})
+        for name, file in files.items():
+            if name not in originals:
+                return "foreign"
+            if file != originals[name] and not _copied(path / folder / name, role / source / folder / name, by_bytes):
+                return "foreign"
+    whole = all(files.keys() <= have.folders.get(folder, {}).keys() for folder, files in want.folders.items())
     return "whole" if whole and have.bytes == want.bytes else "partial"
 
 
@@ -99,12 +135,8 @@ def _link_condition(role: Path, path: Path, source: Path) -> Condition:
     return "absolute link" if path.readlink().is_absolute() else "whole"
 
 
-def _same(copy: Path, original: Path, *, by_bytes: bool) -> bool:
-    """Tell whether a file is the original, or a copy of it that may be cut short (an interrupted copy)."""
-    if not original.is_file() or not copy.is_file():
-        return False
-    if copy.samefile(original):
-        return True
+def _copied(copy: Path, original: Path, by_bytes: bool) -> bool:
+    """Tell whether a file of its own is a copy, perhaps one that was cut short by an interruption."""
     size, whole = copy.stat().st_size, original.stat().st_size
     if size == whole and by_bytes:
         return cmp(copy, original, shallow=False)

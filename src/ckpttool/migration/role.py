@@ -1,0 +1,129 @@
+"""What lies in a role directory before anything happens to it, and how a plan for it is put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpttool import layout
+from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.formats import dcp, foreign, hf
+from ckpttool.formats.findings import listing
+from ckpttool.inspection.draft import under
+from ckpttool.migration import manifest as manifests
+from ckpttool.migration.result import Action, RolePlan, TreeChange
+from ckpttool.migration.trees import filled, listing_of, parts_of
+
+STAGING = layout.MIGRATION_STAGING
+NEW, OLD, V1, GONE = (f"{STAGING}/{name}" for name in ("new", "old", "v1", "gone"))
+NEW_MANIFEST = f"{STAGING}/{layout.MANIFEST}"
+
+TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
+V1_NAMES = (layout.V1_ARCHIVE, layout.V1_HUGGINGFACE)
+
+
+@dataclass(slots=True)
+class Role:
+    """A role directory, read. ``manifest`` is empty where there is none."""
+
+    path: Path
+    manifest: dict[str, Any]
+    v1: bool
+    v1_hf: bool
+    marks: tuple[tuple[str, int, int], ...] = ()
+    archive: dcp.DcpSource | None = None
+    parts: set[str] = field(default_factory=set)
+    reasons: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ours(self) -> bool:
+        """Whether the manifest is one of ours: of a migration that is done, or of one that is being undone."""
+        return manifests.is_ours(self.manifest)
+
+    @property
+    def archives(self) -> list[str]:
+        """The trees of v2 that hold an archive, or lead to one."""
+        return [tree for tree in layout.ARCHIVES if filled(self.path / tree)]
+
+    def refuse(self, code: str, message: str, path: str = "", hint: str = "") -> None:
+        """Add a reason why nothing is done here."""
+        self.reasons.append(Problem(code=code, message=message, path=path, hint=hint))
+
+    def plan(self, kind: str, title: str, action: Action, **fields: Any) -> RolePlan:
+        """Return a plan, or a refusal where there are reasons for one."""
+        return RolePlan(
+            path=str(self.path),
+            kind=kind,
+            title=title,
+            action="refuse" if self.reasons else action,
+            reasons=tuple(self.reasons),
+            marks=self.marks,
+            notes=tuple(self.notes),
+            **fields,
+        )
+
+    def holds(self, tree: str) -> str:
+        """Say what a tree has of the archive."""
+        parts = [part for part, home in layout.TREE_OF_PART.items() if home == tree and part in self.parts]
+        return "Hugging Face files" if tree == layout.HUGGINGFACE else ", ".join(parts)
+
+    def change(self, tree: str, source: str, change: str) -> TreeChange:
+        """Describe a tree with the files of its source, or its own where the source is gone."""
+        here = self.path / (source if source and (self.path / source).is_dir() else tree)
+        held = listing_of(here)
+        return TreeChange(tree, source, self.holds(tree), change, held.count, held.bytes)
+
+
+def look(path: Path) -> Role:
+    """Read a role directory; what is wrong with it becomes reasons."""
+    v1, v1_hf = filled(path / layout.V1_ARCHIVE), filled(path / layout.V1_HUGGINGFACE)
+    role = Role(path, {}, v1, v1_hf, marks(path))
+    try:
+        role.manifest = manifests.read(path)
+    except CkpttoolError as error:
+        role.refuse(error.code, error.message, layout.MANIFEST, "Mend it or move it away; the migration replaces it.")
+    where = layout.V1_ARCHIVE if role.v1 else next(iter(role.archives), None)
+    if where is not None:
+        role.archive = dcp.open_(path / where)
+        role.parts = parts_of(role.archive)
+        role.reasons += _errors(where, role.archive.problems)
+    for where in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE):
+        if filled(path / where):
+            role.reasons += _errors(where, hf.open_(path / where).problems)
+    _refuse_links(role)
+    other = foreign.detect(path)
+    if other is not None and other.kind == "adapter-checkpoint":
+        role.notes.append("adapter_checkpoint/ stays as it is: current verl does not load it from there")
+    return role
+
+
+def marks(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return inode and time of every directory and file that a plan rests on: when they differ, something changed."""
+    names = (".", layout.MANIFEST, *layout.V2_PARENTS, *TREES, *V1_NAMES)
+    found = [(name, path / name) for name in (*names, f"{layout.V1_ARCHIVE}/{dcp.METADATA_FILE}")]
+    infos = [(name, where.lstat()) for name, where in found if os.path.lexists(where)]
+    return tuple((name, info.st_ino, info.st_mtime_ns) for name, info in infos)
+
+
+def _errors(where: str, problems: Iterable[Problem]) -> list[Problem]:
+    return [problem for problem in under(where, problems) if problem.severity == "error"]
+
+
+def _refuse_links(role: Role) -> None:
+    """Names are made and removed in these directories: a link there would lead us to do it somewhere else."""
+    for name in (STAGING, *layout.V2_PARENTS):
+        if (role.path / name).is_symlink():
+            role.refuse("linked-directory", f"{name} is a symbolic link: nothing is made or removed through it", name)
+    for source in V1_NAMES:
+        odd = listing_of(role.path / source).odd if (role.path / source).is_dir() else ()
+        if odd:
+            role.refuse(
+                "odd-entry",
+                f"{source}/ holds links to directories, links that lead nowhere or special files: {listing(odd)}",
+                source,
+                "Replace them by what they stand for, or remove them.",
+            )

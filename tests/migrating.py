@@ -1,0 +1,122 @@
+"""What the tests of `migrate` share: small role directories, what verl's script leaves, and photographs of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpttool import layout
+from ckpttool.migration import Migration, Options, migrate
+from ckpttool.migration.result import RolePlan
+from tests.looking import save_dcp, write_json
+
+TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
+V1_NAMES = ("dist_ckpt", "huggingface")
+MODES = ("hardlink", "symlink", "copy")
+STAGING = layout.MIGRATION_STAGING
+
+Photograph = dict[str, tuple[str, int, int]]
+
+
+def photograph(root: Path, names: Iterable[str] = ("",)) -> Photograph:
+    """Every file and link below: its bytes, time and mode. What a directory link leads to is not walked."""
+    found: Photograph = {}
+    for path in (path for name in names for path in sorted((root / name).rglob("*"))):
+        info = path.lstat()
+        if path.is_symlink():
+            found[str(path.relative_to(root))] = (f"-> {path.readlink()}", 0, 0)
+        elif path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[str(path.relative_to(root))] = (digest, info.st_mtime_ns, info.st_mode)
+        else:
+            found[str(path.relative_to(root))] = ("directory", 0, info.st_mode)
+    return found
+
+
+def source(role: Path) -> Photograph:
+    """The photograph of everything that a migration must not touch."""
+    return photograph(role, V1_NAMES)
+
+
+def outcome(role: Path) -> Photograph:
+    """The photograph of a role without what differs from run to run: the time in the manifest."""
+    found = photograph(role)
+    if (role / layout.MANIFEST).is_file():
+        found[layout.MANIFEST] = (json.dumps(timeless(manifest(role))), 0, 0)
+    return found
+
+
+def manifest(role: Path) -> dict[str, Any]:
+    found = json.loads((role / layout.MANIFEST).read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def timeless(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "migration": {**found["migration"], "time": ""}}
+
+
+def move(path: Path, **options: Any) -> Migration:
+    """Migrate by the operation itself."""
+    return migrate(path, Options(**options))
+
+
+def only(path: Path, **options: Any) -> RolePlan:
+    """Migrate the one role at or below a path."""
+    (plan,) = move(path, **options).roles
+    return plan
+
+
+def tiny_role(role: Path, *, model: bool = True) -> Path:
+    """A v1 role as small as can be, by torch: two data files' worth of weights, moments and an RNG state."""
+    state = {"optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.ones(4)}
+    if model:
+        state["decoder.final_layernorm.weight"] = torch.arange(4.0)
+    state["rng_state/shard_0_1"] = torch.zeros(2)
+    role.mkdir(parents=True)
+    save_dcp(role / "dist_ckpt", state, backend="torch_dist")
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 4}
+    write_json(role / "huggingface/config.json", config)
+    return role
+
+
+def verls_script(role: Path, mode: str = "hardlink", trees: Iterable[str] = layout.ARCHIVES) -> Path:
+    """Leave what verl 0.9.1's own script leaves: trees for everything, `huggingface/` moved, no manifest."""
+    for tree in trees:
+        (role / tree).parent.mkdir(exist_ok=True)
+        if mode == "symlink":
+            (role / tree).symlink_to((role / "dist_ckpt").resolve())
+        else:
+            copy = os.link if mode == "hardlink" else shutil.copy2
+            shutil.copytree(role / "dist_ckpt", role / tree, copy_function=copy)
+    (role / "model").mkdir(exist_ok=True)
+    (role / "huggingface").rename(role / layout.HUGGINGFACE)
+    if mode == "copy":
+        shutil.rmtree(role / "dist_ckpt")
+    return role
+
+
+def reachable(before: Photograph, role: Path) -> bool:
+    """Whether every file of layout v1 is still there in one piece: under its name, in a tree, or set aside."""
+    aside = [f"{STAGING}/{where}/{name}" for where in ("v1", "gone") for name in V1_NAMES]
+    homes = {
+        "dist_ckpt": ("dist_ckpt", *layout.ARCHIVES, aside[0]),
+        "huggingface": ("huggingface", layout.HUGGINGFACE, aside[1]),
+    }
+    for name, places in homes.items():
+        wanted = {p.removeprefix(f"{name}/"): v for p, v in before.items() if p.startswith(f"{name}/")}
+        if not any(_holds(role / place, wanted) for place in places):
+            return False
+    return True
+
+
+def _holds(place: Path, wanted: Photograph) -> bool:
+    found = photograph(place) if place.is_dir() else {}
+    return all(found.get(path) == value for path, value in wanted.items())
