@@ -26,7 +26,10 @@ Photograph = dict[str, tuple[str, int, int]]
 
 
 def photograph(root: Path, names: Iterable[str] = ("",)) -> Photograph:
-    """Every file and link below: its bytes, time and mode. What a directory link leads to is not walked."""
+    """Every file and link below: its bytes, time and mode; of the manifest, which returns as a new file, no time.
+
+    What a link to a directory leads to is not walked.
+    """
     found: Photograph = {}
     for path in (path for name in names for path in sorted((root / name).rglob("*"))):
         info = path.lstat()
@@ -34,7 +37,8 @@ def photograph(root: Path, names: Iterable[str] = ("",)) -> Photograph:
             found[str(path.relative_to(root))] = (f"-> {path.readlink()}", 0, 0)
         elif path.is_file():
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            found[str(path.relative_to(root))] = (digest, info.st_mtime_ns, info.st_mode)
+            time = 0 if path == root / layout.MANIFEST else info.st_mtime_ns
+            found[str(path.relative_to(root))] = (digest, time, info.st_mode)
         else:
             found[str(path.relative_to(root))] = ("directory", 0, info.st_mode)
     return found
@@ -49,7 +53,7 @@ def outcome(role: Path) -> Photograph:
     """The photograph of a role without what differs from run to run: the time in the manifest."""
     found = photograph(role)
     if (role / layout.MANIFEST).is_file():
-        found[layout.MANIFEST] = (json.dumps(timeless(manifest(role))), 0, 0)
+        found[layout.MANIFEST] = (json.dumps(timeless(manifest(role))), *found[layout.MANIFEST][1:])
     return found
 
 
@@ -60,7 +64,7 @@ def manifest(role: Path) -> dict[str, Any]:
 
 
 def timeless(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "migration": {**found["migration"], "time": ""}}
+    return {**found, "migration": {**found.get("migration", {}), "time": ""}}
 
 
 def move(path: Path, **options: Any) -> Migration:
@@ -74,12 +78,13 @@ def only(path: Path, **options: Any) -> RolePlan:
     return plan
 
 
-def tiny_role(role: Path, *, model: bool = True) -> Path:
-    """A v1 role as small as can be, by torch: two data files' worth of weights, moments and an RNG state."""
+def tiny_role(role: Path, *, model: bool = True, rng: bool = True) -> Path:
+    """A v1 role as small as can be, by torch: weights, moments, an RNG state."""
     state = {"optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.ones(4)}
     if model:
         state["decoder.final_layernorm.weight"] = torch.arange(4.0)
-    state["rng_state/shard_0_1"] = torch.zeros(2)
+    if rng:
+        state["rng_state/shard_0_1"] = torch.zeros(2)
     role.mkdir(parents=True)
     save_dcp(role / "dist_ckpt", state, backend="torch_dist")
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 4}
@@ -105,18 +110,39 @@ def verls_script(role: Path, mode: str = "hardlink", trees: Iterable[str] = layo
 
 def reachable(before: Photograph, role: Path) -> bool:
     """Whether every file of layout v1 is still there in one piece: under its name, in a tree, or set aside."""
-    aside = [f"{STAGING}/{where}/{name}" for where in ("v1", "gone") for name in V1_NAMES]
-    homes = {
-        "dist_ckpt": ("dist_ckpt", *layout.ARCHIVES, aside[0]),
-        "huggingface": ("huggingface", layout.HUGGINGFACE, aside[1]),
+    aside = [f"{STAGING}/{where}" for where in ("v1", "gone")]
+    places = {
+        "dist_ckpt": ("dist_ckpt", *layout.ARCHIVES, *(f"{folder}/dist_ckpt" for folder in aside)),
+        "huggingface": ("huggingface", layout.HUGGINGFACE, *(f"{folder}/huggingface" for folder in aside)),
     }
-    for name, places in homes.items():
-        wanted = {p.removeprefix(f"{name}/"): v for p, v in before.items() if p.startswith(f"{name}/")}
-        if not any(_holds(role / place, wanted) for place in places):
-            return False
-    return True
+    return all(any(same_files(role / place, part(before, name)) for place in places[name]) for name in V1_NAMES)
 
 
-def _holds(place: Path, wanted: Photograph) -> bool:
-    found = photograph(place) if place.is_dir() else {}
-    return all(found.get(path) == value for path, value in wanted.items())
+def part(found: Photograph, name: str) -> Photograph:
+    """The files of one directory in a photograph, told from there."""
+    return {path.removeprefix(f"{name}/"): value for path, value in found.items() if path.startswith(f"{name}/")}
+
+
+def same_files(folder: Path, wanted: Photograph) -> bool:
+    """Whether a directory (or what it links to) holds just these files."""
+    return (photograph(folder.resolve()) if folder.is_dir() else {}) == wanted
+
+
+def clone(role: Path, step: Path) -> Path:
+    """A copy in another step that keeps times, modes, and which names are one file; verl's links lead into it."""
+    target = step / role.name
+    seen: dict[tuple[int, int], str] = {}
+
+    def copy(name: str, new: str) -> None:
+        info = Path(name).stat()
+        first = seen.setdefault((info.st_dev, info.st_ino), new)
+        if first == new:
+            shutil.copy2(name, new)
+        else:
+            os.link(first, new)
+
+    shutil.copytree(role, target, symlinks=True, copy_function=copy)
+    for link in [path for path in target.rglob("*") if path.is_symlink() and path.readlink().is_absolute()]:
+        link.unlink()
+        link.symlink_to(target / "dist_ckpt")
+    return target

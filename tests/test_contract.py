@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ckpttool.errors import NotACheckpoint, Refused
 from ckpttool.formats import dcp, fsdp, hf
@@ -251,6 +254,18 @@ def into_common(root: Path, marker: Path) -> None:
     save_bomb(root / "common.pt", marker)
 
 
+def into_common_state(root: Path, marker: Path) -> None:
+    """Replace one record of a data file by a bomb of the same length."""
+    place = dcp.open_(root).objects[dcp.COMMON_OBJECT]
+    save_bomb(root / "bomb", marker)
+    with zipfile.ZipFile(root / "bomb", "a") as archive:
+        archive.comment = bytes(place.length - (root / "bomb").stat().st_size)
+    raw = (root / place.file).read_bytes()
+    whole = raw[: place.offset] + (root / "bomb").read_bytes() + raw[place.offset + place.length :]
+    assert len(whole) == len(raw)
+    (root / place.file).write_bytes(whole)
+
+
 def into_bin(root: Path, marker: Path) -> None:
     (root / "config.json").write_text("{}")
     save_bomb(root / "pytorch_model.bin", marker)
@@ -262,6 +277,7 @@ def into_bin(root: Path, marker: Path) -> None:
         ("fsdp/torch2.13-fsdp2", into_shard),
         ("megatron/mcore0.16-dense-tp2", into_metadata),
         ("megatron/mcore0.16-dense-tp2", into_common),
+        ("megatron/mcore0.19-dense-tp2", into_common_state),
         ("", into_bin),
     ],
 )
@@ -282,12 +298,21 @@ def test_the_bomb_would_go_off(tmp_path: Path) -> None:
     assert marker.exists()
 
 
+def write_index(root: Path, info: _StorageInfo) -> None:
+    index = Metadata({"key": BytesStorageMetadata()}, storage_data={MetadataIndex("key"): info})
+    (root / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def test_compressed_records_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(b"x")
+    write_index(tmp_path, _StorageInfo("__0_0.distcp", 0, 1))
+    assert codes(tmp_path) == set()
+    write_index(tmp_path, _StorageInfo("__0_0.distcp", 0, 1, transform_descriptors=["zstd"]))
+    assert codes(tmp_path) == {"compressed-item"}
+
+
 @pytest.mark.parametrize("path", ["../outside.distcp", "/etc/passwd", "a/../../b.distcp", ""])
 def test_metadata_that_names_a_file_outside_is_refused(tmp_path: Path, path: str) -> None:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-
-    index = Metadata({"key": BytesStorageMetadata()}, storage_data={MetadataIndex("key"): _StorageInfo(path, 0, 1)})
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    write_index(tmp_path, _StorageInfo(path, 0, 1))
     with pytest.raises(Refused, match="outside its directory"):
         open_checkpoint(tmp_path)

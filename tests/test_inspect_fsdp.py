@@ -176,7 +176,7 @@ def test_missing_ranks_are_listed_and_lie_on_other_nodes(role: Path, gone: tuple
     found = inspect(role)
     assert (found.kind, found.state) == ("fsdp", "incomplete")
     assert faults(found) == ["rank-missing"] * 3
-    assert [told.message.partition(" ")[0] for told in found.faults] == ["extra_state", "model", "optim"]
+    assert [told.message.partition(" ")[0] for told in found.faults] == ["model", "extra_state", "optim"]
     for told in found.faults:
         assert f"rank {words} " in told.message
         assert f"{len(gone)} of 4 ranks" in told.message

@@ -159,6 +159,14 @@ def test_the_manifest_is_of_another_place(role: Path, changes: dict[str, object]
     assert words in found.problems[0].message
 
 
+def test_the_world_size_is_in_the_manifest_when_no_archive_tells(role: Path) -> None:
+    for tree in ("model/dist_ckpt", "optimizer", "extra"):
+        shutil.rmtree(role / tree)
+    change_json(role / MANIFEST, save_contents=["model"], backend=flags(True, False), contents={})
+    found = inspect(role)
+    assert (found.state, found.problems, found.facts["world size"]) == ("complete", (), "4")
+
+
 @pytest.mark.parametrize("version", [1, None])
 def test_a_manifest_of_an_older_schema(role: Path, version: int | None) -> None:
     """Case 81: it has no known fields, so nothing is held against it."""

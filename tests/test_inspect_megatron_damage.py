@@ -136,6 +136,11 @@ def _key_without_bytes(metadata: Metadata) -> None:
         del metadata.storage_data[index]
 
 
+def _object_without_bytes(metadata: Metadata) -> None:
+    first = next(i for i in metadata.storage_data if i.fqn.startswith("rng_state/"))
+    metadata.storage_data = {i: v for i, v in metadata.storage_data.items() if i.fqn != first.fqn}
+
+
 def _chunk_without_bytes(metadata: Metadata) -> None:
     first = next(i for i in metadata.storage_data if i.fqn == "embedding.word_embeddings.weight")
     del metadata.storage_data[first]
@@ -176,6 +181,7 @@ def _no_dtype(metadata: Metadata) -> None:
     ("change", "code", "key"),
     [
         (_key_without_bytes, "no-bytes", "decoder.final_layernorm.weight"),
+        (_object_without_bytes, "no-bytes", "rng_state/shard_0.0_1.2"),
         (_chunk_without_bytes, "no-bytes", "embedding.word_embeddings.weight"),
         (_chunk_gone, "does-not-tile", "embedding.word_embeddings.weight"),
         (_chunk_twice, "does-not-tile", "embedding.word_embeddings.weight"),

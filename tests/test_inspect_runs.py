@@ -134,6 +134,15 @@ def test_the_tracker_points_to_a_save_that_never_finished(
     assert "step 10" in told.hint
 
 
+@pytest.mark.parametrize(("damage", "code"), [(_empty_role, "absent"), (_only_data, "unknown")])
+def test_a_role_without_content_is_a_fault(run: Path, damage: Callable[[Path], None], code: str) -> None:
+    damage(run)
+    (run / TRACKER).unlink()
+    found = inspect(run)
+    assert (found.state, faults(found)) == ("incomplete", [code])
+    assert found.problems[0].path.startswith("global_step_20")
+
+
 def test_every_broken_role_is_a_problem_of_its_own(run: Path) -> None:
     for role in ("actor", "critic"):
         builders.drop_rank(run / "global_step_20" / role, 0)

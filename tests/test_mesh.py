@@ -26,6 +26,7 @@ from ckpttool.formats.mesh import Mesh, Placement, local_box, read_mesh, read_pl
 from ckpttool.records import StoredTensor
 from ckpttool.tensors import Index, tiling_faults
 from ckpttool.unpickle import Record, record_class
+from tests.pieces import differing
 
 Tensor = tuple[Index, Index, tuple[Placement, ...]]
 
@@ -279,6 +280,22 @@ def test_meshes_are_torchs(tmp_path: Path, rank: int) -> None:
         assert (mesh.shape, list(mesh.ranks)) == (tuple(theirs.shape), theirs.mesh.flatten().tolist()), name
         assert mesh.coordinate(rank) == tuple(theirs.get_coordinate() or ()), name
         assert mesh.names == (theirs.mesh_dim_names or ("dim0", "dim1")), name
+
+
+def test_a_world_of_one_is_read(tmp_path: Path) -> None:
+    """Its mesh dimension of size 1 has no layout of its own in torch 2.13."""
+    init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+        state = {"weight": DTensor.from_local(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)], run_check=False)}
+        torch.save(state, tmp_path / "model_world_size_1_rank_0.pt")
+    finally:
+        destroy_process_group()
+    source = fsdp.open_(tmp_path)
+    assert (source.problems, str(source.mesh), source.tensors["weight"].placement) == (
+        *((), "fsdp=1", "Shard(0) over fsdp=1"),
+    )
+    assert differing(source, {"weight": torch.arange(6.0).reshape(3, 2)}) == []
 
 
 def test_a_partial_tensor_is_reported_by_name(tmp_path: Path, rank: int) -> None:

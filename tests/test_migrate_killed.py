@@ -1,11 +1,12 @@
-"""`migrate` killed right before and right after each of its file-system calls: nothing is lost, the next run ends it."""
+"""`migrate` killed right before and right after every file-system call: nothing is lost, the next run ends it."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,144 +14,126 @@ import pytest
 
 from ckpttool import layout
 from ckpttool.inspection import inspect
+from tests.killing import killed
 from tests.migrating import (
     MODES,
-    STAGING,
+    Photograph,
+    clone,
     manifest,
     move,
-    only,
     outcome,
+    part,
     photograph,
     reachable,
-    source,
+    same_files,
     tiny_role,
     verls_script,
 )
 
-CALLS = (
-    "chmod",
-    "copy_file_range",
-    "fchmod",
-    "fsync",
-    "link",
-    "mkdir",
-    "open",
-    "pwrite",
-    "rename",
-    "replace",
-    "rmdir",
-    "symlink",
-    "truncate",
-    "unlink",
-    "utime",
-    "write",
-)
-KILLED, MOST = 9, 400
-
-Job = Callable[[Path], object]
-Scenario = tuple[Callable[[Path], Path], dict[str, Any]]
+MOST = 400
 
 
-def _v1(role: Path) -> Path:
-    return tiny_role(role)
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of kills: what is synced is counted, but not waited for."""
+    monkeypatch.setattr(os, "fsync", lambda _handle: None)
 
 
-def _v1_with_manifest(role: Path) -> Path:
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    path = Path(tempfile.mkdtemp(prefix="ckpttool-test-", dir=shared))
+    yield path
+    shutil.rmtree(path)
+
+
+Prepare = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is made of a v1 role first, and what is then killed."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Prepare = lambda _role: None
+    v1: Callable[[Path], Path] = lambda role: described(role)
+
+
+def described(role: Path) -> Path:
+    """A v1 role with a manifest that no program of today would write to the letter."""
     tiny_role(role)
     (role / layout.MANIFEST).write_text('{"schema_version": 1,\n   "note": "by hand"}\n')
     return role
 
 
-def _migrated(**options: Any) -> Callable[[Path], Path]:
-    def build(role: Path) -> Path:
-        move(_v1_with_manifest(role), **options)
-        return role
-
-    return build
-
-
-def _half(role: Path) -> Path:
-    """verl's script was interrupted in the second of its trees."""
-    tiny_role(role)
-    shutil.copytree(role / "dist_ckpt", role / layout.OPTIMIZER, copy_function=os.link)
-    shutil.copytree(role / "dist_ckpt", role / layout.EXTRA, copy_function=os.link)
-    (role / layout.EXTRA / "metadata.json").unlink()
-    return role
-
-
-def _absolute(role: Path) -> Path:
-    return verls_script(tiny_role(role), "symlink")
-
-
-def _bare(role: Path) -> Path:
-    """An archive with a single part: its one tree looks like a save of layout v2."""
-    tiny_role(role)
+def lean(role: Path) -> Path:
+    """An archive with a single part and nothing else: its one tree could be a save of layout v2."""
+    tiny_role(role, model=False, rng=False)
     shutil.rmtree(role / "huggingface")
     return role
 
 
-MIGRATIONS: dict[str, Scenario] = {
-    **{mode: (_v1_with_manifest, {"mode": mode}) for mode in MODES},
-    "half": (_half, {}),
-    "absolute links": (_absolute, {}),
-    "without huggingface": (_bare, {}),
+def half(role: Path) -> None:
+    """verl's script was interrupted in the second of its trees."""
+    shutil.copytree(role / "dist_ckpt", role / layout.OPTIMIZER, copy_function=os.link)
+    shutil.copytree(role / "dist_ckpt", role / layout.EXTRA, copy_function=os.link)
+    (role / layout.EXTRA / "metadata.json").unlink()
+
+
+def migrated(**options: Any) -> Prepare:
+    return lambda role: move(role, **options)
+
+
+MIGRATIONS = {
+    **{mode: Scenario({"mode": mode}) for mode in MODES},
+    "lean": Scenario(v1=lean),
+    "half by verl's script": Scenario(prepare=half),
+    "half by verl's script, copies": Scenario({"mode": "copy"}, half),
+    "absolute links of verl's script": Scenario(prepare=lambda role: verls_script(role, "symlink")),
+    "hard links of verl's script": Scenario(prepare=verls_script),
 }
-REMOVALS: dict[str, Scenario] = {
-    "hardlink, remove v1": (_v1_with_manifest, {"remove_v1": True}),
-    "copy, remove v1": (_v1, {"mode": "copy", "remove_v1": True}),
-    "remove v1 later": (_migrated(), {"remove_v1": True}),
+REMOVALS = {
+    "hardlink": Scenario({"remove_v1": True}),
+    "copy": Scenario({"mode": "copy", "remove_v1": True}, v1=tiny_role),
+    "later": Scenario({"remove_v1": True}, migrated()),
+    "lean": Scenario({"remove_v1": True}, v1=lean),
 }
-UNDOINGS: dict[str, Scenario] = {
-    **{mode: (_migrated(mode=mode), {"undo": True}) for mode in MODES},
-    "hardlink, v1 removed": (_migrated(remove_v1=True), {"undo": True}),
-    "copy, v1 removed": (_migrated(mode="copy", remove_v1=True), {"undo": True}),
+UNDOINGS = {
+    **{mode: Scenario({"undo": True}, migrated(mode=mode)) for mode in MODES},
+    "no manifest before": Scenario({"undo": True}, migrated(), tiny_role),
+    "v1 removed": Scenario({"undo": True}, migrated(remove_v1=True)),
+    "v1 removed, copies": Scenario({"undo": True}, migrated(mode="copy", remove_v1=True)),
+    "v1 removed, lean": Scenario({"undo": True}, migrated(remove_v1=True), lean),
+    "of verl's script": Scenario({"undo": True}, verls_script),
 }
 
 
-def killed(role: Path, options: dict[str, Any], at: int, *, before: bool) -> bool:
-    """Run in a forked child that ends at the call of this number; tell whether it came so far."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:  # pragma: no cover - coverage does not see it
-        _count_calls(at, before=before)
-        code = 70
-        try:
-            move(role, **options)
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, KILLED)
-    return code == KILLED
+@dataclass(frozen=True)
+class Case:
+    """A scenario built: the role of v1, as it is before the run that is killed, and how that would end."""
+
+    v1: Photograph
+    end: Photograph
+    states: Iterator[Path]
 
 
-def _count_calls(at: int, *, before: bool) -> None:
-    done = 0
-
-    def counted(call: Callable[..., Any], *, always: bool) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            nonlocal done
-            counts = always or bool(arguments[1] & os.O_CREAT)
-            done += counts
-            if before and counts and done == at:
-                os._exit(KILLED)
-            result = call(*arguments, **options)
-            if counts and done == at:
-                os._exit(KILLED)
-            return result
-
-        return wrapped
-
-    for name in CALLS:
-        setattr(os, name, counted(getattr(os, name), always=name != "open"))
+def played(tmp_path: Path, scenario: Scenario, *, before: bool) -> Case:
+    v1 = scenario.v1(tmp_path / "v1/global_step_10/actor")
+    start = clone(v1, tmp_path / "start/global_step_10")
+    scenario.prepare(start)
+    end = clone(start, tmp_path / "end/global_step_10")
+    move(end, **scenario.options)
+    return Case(photograph(v1), outcome(end), _states(tmp_path, start, scenario.options, before=before))
 
 
-def every_kill(tmp_path: Path, scenario: Scenario, *, before: bool) -> Iterator[Path]:
-    """The role as it is found after each possible kill."""
-    build, options = scenario
-    whole = build(tmp_path / "whole/global_step_10/actor")
+def _states(tmp_path: Path, start: Path, options: dict[str, Any], *, before: bool) -> Iterator[Path]:
+    """The role as each of the possible kills leaves it."""
     for at in range(1, MOST):
-        role = clone(whole, tmp_path / f"{at}")
+        role = clone(start, tmp_path / f"{at}/global_step_10")
         if not killed(role, options, at, before=before):
             assert at > 10
             return
@@ -159,59 +142,68 @@ def every_kill(tmp_path: Path, scenario: Scenario, *, before: bool) -> Iterator[
     pytest.fail("it never ends")
 
 
-def clone(role: Path, to: Path) -> Path:
-    """A copy that keeps times, modes and what is linked with what, and its place in a step."""
-    target = to / "global_step_10/actor"
-    seen: dict[tuple[int, int], Path] = {}
-
-    def copy(name: str, new: str) -> None:
-        info = os.stat(name)
-        if (first := seen.setdefault((info.st_dev, info.st_ino), Path(new))) == Path(new):
-            shutil.copy2(name, new)
-        else:
-            os.link(first, new)
-
-    shutil.copytree(role, target, symlinks=True, copy_function=copy)
-    for link in (path for path in target.rglob("*") if path.is_symlink() and path.readlink().is_absolute()):
-        link.unlink()
-        link.symlink_to(target / "dist_ckpt")
-    return target
-
-
-def honest(role: Path) -> bool:
-    """Half a migration is not called a finished one: whoever has the manifest has its trees."""
+def check_state(case: Case, role: Path) -> None:
+    """Nothing of v1 is lost, and no half of a migration is called a whole one."""
+    assert reachable(case.v1, role)
     found = inspect(role)
-    finished = found.state == "complete" and found.manifest is not None and found.manifest.schema_version == 2
-    return not finished or all((role / tree).is_dir() and any((role / tree).iterdir()) for tree in claimed(role))
+    if found.state == "complete" and found.manifest is not None and found.manifest.schema_version == 2:
+        for tree in manifest(role)["directories"]:
+            source = "huggingface" if tree == layout.HUGGINGFACE else "dist_ckpt"
+            assert same_files(role / tree, part(case.v1, source))
 
 
-def claimed(role: Path) -> list[str]:
-    return list(manifest(role)["directories"])
-
-
-def undone(role: Path, to: Path) -> dict[str, object]:
+def undone(role: Path) -> Photograph:
     """What `--undo` makes of a copy."""
-    other = clone(role, to)
-    only(other, undo=True)
-    return dict(photograph(other))
+    other = clone(role, role.parent.with_name(f"{role.parent.name}0"))
+    move(other, undo=True)
+    return photograph(other)
 
 
-def done(scenario: Scenario, tmp_path: Path, name: str) -> dict[str, object]:
-    """What the undisturbed run leaves."""
-    build, options = scenario
-    role = clone(build(tmp_path / f"{name}-model/global_step_10/actor"), tmp_path / name)
-    move(role, **options)
-    return {path: value for path, value in outcome(role).items() if path != layout.MANIFEST} | _manifest(role)
+BOTH = pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
 
 
-def _manifest(role: Path) -> dict[str, object]:
-    return {layout.MANIFEST: outcome(role).get(layout.MANIFEST)}
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@BOTH
 @pytest.mark.parametrize("name", MIGRATIONS)
-def test_killed_while_migrating(tmp_path: Path, name: str, before: bool) -> None:
-    scenario = build, options = MIGRATIONS[name]
-    v1 = photograph(build(tmp_path / "v1/global_step_10/actor"))
-    print(v1)
-    print(scenario, options)
+def test_migrating(work: Path, name: str, before: bool) -> None:
+    """The source stays as it is; the same command ends it; --undo gives v1 back."""
+    scenario = MIGRATIONS[name]
+    case = played(work, scenario, before=before)
+    for role in case.states:
+        check_state(case, role)
+        assert part(photograph(role), "dist_ckpt") == part(case.v1, "dist_ckpt")
+        assert undone(role) == case.v1
+        move(role, **scenario.options)
+        assert outcome(role) == case.end
+
+
+@BOTH
+@pytest.mark.parametrize("name", REMOVALS)
+def test_removing_the_names_of_v1(work: Path, name: str, before: bool) -> None:
+    """The same command ends it; one without --remove-v1 is no worse; --undo gives v1 back."""
+    scenario = REMOVALS[name]
+    case = played(work, scenario, before=before)
+    for role in case.states:
+        check_state(case, role)
+        assert undone(role) == case.v1
+        plain = clone(role, role.parent.with_name("global_step_30"))
+        move(plain, **{**scenario.options, "remove_v1": False})
+        assert undone(plain) == case.v1
+        move(role, **scenario.options)
+        assert outcome(role) == case.end
+
+
+@BOTH
+@pytest.mark.parametrize("name", UNDOINGS)
+def test_undoing(work: Path, name: str, before: bool) -> None:
+    """--undo ends what it began, and migrating again is as good as ever."""
+    case = played(work, UNDOINGS[name], before=before)
+    assert photograph(work / "end/global_step_10/actor") == case.v1
+    for role in case.states:
+        check_state(case, role)
+        again = clone(role, role.parent.with_name("global_step_30"))
+        move(again)
+        assert inspect(again).state == "complete"
+        assert manifest(again)["schema_version"] == 2
+        assert undone(again) == case.v1
+        move(role, undo=True)
+        assert photograph(role) == case.v1

@@ -322,7 +322,7 @@ def test_a_message_is_short_whatever_it_quotes() -> None:
     for _ in range(100_000):
         deep = [deep]
     twice: list[Any] = []
-    for _ in range(60):
+    for _ in range(22):
         twice = [twice, twice]
     wide = Plain()
     wide.update(dict.fromkeys(range(1000), twice))

@@ -33,6 +33,8 @@ OPTIMIZER = "optimizer/dist_ckpt"
 EXTRA = "extra/dist_ckpt"
 ARCHIVES = (MODEL, OPTIMIZER, EXTRA)
 V2_PARENTS = ("model", "optimizer", "extra")
+ROLES = ("actor", "critic", "policy", "ref", "reward")
+"""Usual names of role directories; any other name will do as well."""
 
 HUGGINGFACE_FORMAT = "huggingface"
 ARCHIVE_FORMAT = "megatron_dist_checkpoint"

@@ -190,6 +190,8 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
             push(1)
         elif kind == _STOP:
             return
+        elif not _opcode_name(op):
+            raise damaged(where, f"byte {op:#x} at {at - 1:,} is no instruction")
         else:
             raise Refused(
                 f"{where}: the pickle has the opcode {_opcode_name(op)}, which no checkpoint needs",
@@ -224,4 +226,4 @@ def _opcode_name(op: int) -> str:
     import pickletools
 
     known = pickletools.code2op.get(chr(op))  # type: ignore[attr-defined]
-    return known.name if known else hex(op)
+    return known.name if known else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     session = Session(run=main)
     arguments = expand_tensors(list(sys.argv[1:] if argv is None else argv))
+    if "--debug" in arguments:  # before or after the command: who needs it types the same line again
+        arguments = ["--debug", *(word for word in arguments if word != "--debug")]
     try:
         app(args=arguments, prog_name="ckpttool", obj=session)
     except SystemExit as end:
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _Terminated:
         return 128 + signal.SIGTERM
     except Exception as error:
-        if session.debug or "--debug" in arguments:
+        if session.debug:
             raise
         return session.fail(CkpttoolError(f"{type(error).__name__}: {error}", hint=REPORT))
     return 0
@@ -97,6 +100,9 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 def entry() -> None:
     """Console script: like ``main``, with the signals and pipes of a process of its own."""
     signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     code = main()
     try:
         sys.stdout.flush()

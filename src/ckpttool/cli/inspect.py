@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Context, Exit, Option
 
 from ckpttool.cli.options import Color, Json, Quiet, check_color
+from ckpttool.errors import UsageError
 
 EVERY_TENSOR = "*"
 
@@ -22,7 +23,7 @@ def inspect(
     ] = None,
     step: Annotated[str | None, Option("--step", metavar="N|latest", help="Choose a step of a run.")] = None,
     role: Annotated[str | None, Option("--role", metavar="NAME", help="Choose a role of a step (actor).")] = None,
-    strict: Annotated[bool, Option("--strict", help="Exit with 1 when there are problems.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit with 1 unless it is complete.")] = False,
     json: Json = False,
     quiet: Quiet = False,
     color: Color = "auto",
@@ -30,20 +31,25 @@ def inspect(
     """Say what a checkpoint is, whether it is whole, what is in it, and what to type next.
 
     Only headers and indexes are read: no tensor is loaded, torch is not imported, nothing from the files is run.
-    Exit codes: 0 it has a name (problems or not), 1 problems and --strict, 3 no checkpoint, 7 it would run code.
+    Exit codes: 0 it has a name (whole or not), 1 not whole and --strict, 3 no checkpoint, 7 it would run code.
     """
     ctx.obj.begin("inspect", json=json, color=check_color(color))
     from ckpttool.inspection import inspect as look
+    from ckpttool.inspection.suggestions import only_row
     from ckpttool.render.inspection import show_inspection
     from ckpttool.render.terminal import envelope
 
+    if not path:
+        raise UsageError("an empty path", hint="Is the variable set? The working directory is '.'.")
     where = Path(path)
     if step is not None or role is not None:
         from ckpttool.inspection.choice import choose
 
         where = choose(where, step, role)
     found = look(where, tensors=tensors)
-    code = 1 if strict and found.faults else 0
+    if tensors is not None and found.run is not None:
+        found = look(only_row(found, tensors), tensors=tensors)
+    code = 7 if found.refused else 1 if strict and not found.whole else 0
     if json:
         data = envelope("inspect", ok=code == 0, data=found.as_json(), problems=found.problems)
         sys.stdout.write(data + "\n")

@@ -7,6 +7,7 @@ keep everything that is not sharded in ``common.pt`` (to 0.18) or in the object 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -22,7 +23,7 @@ from ckpttool.formats import torchzip
 from ckpttool.formats.findings import OTHER_NODES, Findings, listing
 from ckpttool.formats.jsonfile import read_object
 from ckpttool.records import METADATA_NAMES, dtype_name, is_record, shape_of
-from ckpttool.tensors import Index, Piece, Place, TensorInfo, Wrap, tiling_faults
+from ckpttool.tensors import Index, Piece, Place, TensorInfo, Wrap, dtype_bytes, tiling_faults
 from ckpttool.unpickle import Record, collector_paused, loads, name_of, said
 
 TORCH_DIST = "torch_dist"
@@ -31,9 +32,15 @@ METADATA_FILE = ".metadata"
 BACKEND_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
+METADATA_MOST = 4 << 30
+"""Bytes of the largest index that we read; ten million chunks have about 3 GB."""
 
 _DATA_FILE = re.compile(r".*__(\d+)_(\d+)\.distcp")
-_MEGATRON_KEY = re.compile(r"(^|\.)(decoder\.layers\.|embedding\.word_embeddings\.)|_extra_state/shard_|^rng_state/")
+_MEGATRON_KEY = re.compile(
+    r"self_attention\.(linear_(qkv|proj|q_|kv_)|core_attention)|mlp\.(linear_fc[12]|router|experts|shared_experts)\."
+    r"|\bembedding\.word_embeddings\.|_extra_state/shard_|^rng_state/shard_"
+)
+_COMBINED_KEY = re.compile(r"(model\.)?module\.")
 _PARTS = (
     ("common", re.compile(r"common_state/shard_.*")),
     ("extra_state", re.compile(r"(.*[./])?_extra_state(/shard_.*)?")),
@@ -121,7 +128,7 @@ def _open(path: Path) -> DcpSource:
     del metadata
     _check_files(path, storage, found)
     common, common_kind = _common(path, objects, found)
-    is_megatron = backend is not None or common_kind != "" or any(map(_MEGATRON_KEY.search, (*tensors, *objects)))
+    is_megatron = backend is not None or common_kind != "" or any(map(_is_megatron_key, (*tensors, *objects)))
     if is_megatron and backend is None:
         found.problems.append(_unfinished(path))
     if backend and "common_backend" in backend and not common_kind:
@@ -139,6 +146,11 @@ def _open(path: Path) -> DcpSource:
         flattened=_flattened(mcore_data),
         problems=found.all(),
     )
+
+
+def _is_megatron_key(key: str) -> bool:
+    """Tell keys of ``dist_checkpointing``; Megatron-FSDP's, of ``module.``, belong to archives without its markers."""
+    return bool(_MEGATRON_KEY.search(key)) and not _COMBINED_KEY.match(key)
 
 
 _COMMON_MISSING = Problem(
@@ -192,7 +204,12 @@ def _metadata(path: Path, found: Findings) -> tuple[Record | None, set[str]]:
         )
         return None, set()
     try:
-        data = torchzip.read_range(file, 0, torchzip.file_size(file))
+        size = torchzip.file_size(file)
+        if size > METADATA_MOST:
+            raise BrokenCheckpoint(
+                f"{METADATA_FILE}: {size:,} bytes, more than any index has", code="unreadable-pickle"
+            )
+        data = torchzip.read_range(file, 0, size)
         metadata, names = loads(data, METADATA_NAMES, where=METADATA_FILE, inert=True)
     except Refused:
         raise
@@ -218,8 +235,12 @@ def _storage(metadata: Record | None, found: Findings) -> dict[tuple[str, Index 
     storage: dict[tuple[str, Index | None], Place] = {}
     for index, info in entries.items() if isinstance(entries, dict) else ():
         if not is_record(index, "MetadataIndex") or not is_record(info, "_StorageInfo"):
-            found.group("unreadable-pickle", "the storage list of .metadata holds something else", repr(index))
+            found.group("unreadable-pickle", "the storage list of .metadata holds something else", said(index))
             continue
+        if info.get("transform_descriptors"):
+            found.group(
+                "compressed-item", "stored with a transform (compressed), which is not read", name_of(index.get("fqn"))
+            )
         offset = index.get("offset")
         file = _inside(info.get("relative_path"))
         try:
@@ -248,7 +269,7 @@ def _tensor(key: str, entry: Record, storage: Mapping[tuple[str, Index | None], 
     properties, chunks = entry.get("properties"), entry.get("chunks")
     fields = properties.state if is_record(properties, "TensorProperties") else None
     dtype = fields[0] if isinstance(fields, tuple) and fields else None
-    shape = shape_of(entry.get("size"))
+    shape, name = shape_of(entry.get("size")), dtype_name(dtype)
     pieces: dict[tuple[Index, Index], Piece] = {}
     for chunk in chunks if isinstance(chunks, list) else ():
         if not is_record(chunk, "ChunkStorageMetadata"):
@@ -258,10 +279,12 @@ def _tensor(key: str, entry: Record, storage: Mapping[tuple[str, Index | None], 
         if place is None:
             found.group("no-bytes", "chunks that are not in the storage list of .metadata", key)
         elif 0 not in size:
+            if place.length < dtype_bytes(name, math.prod(size)):
+                found.group("storage-short", "stored in fewer bytes than the chunk has", key)
             pieces[offset, size] = Piece(offset, size, place, _rank(place.file))
     for fault in tiling_faults(shape, pieces):
         found.group("does-not-tile", fault, key)
-    return TensorInfo(key, dtype_name(dtype), shape, tuple(pieces.values()), (), _chunks_in_words(len(pieces)))
+    return TensorInfo(key, name, shape, tuple(pieces.values()), (), _chunks_in_words(len(pieces)))
 
 
 def _chunks_in_words(count: int) -> str:

@@ -27,7 +27,10 @@ _BY_NAME = (
     (
         "deepspeed",
         "DeepSpeed ZeRO checkpoint",
-        re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(optim|model)_states\.pt|mp_rank_\d+_model_states\.pt"),
+        re.compile(
+            r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(optim|model)_states\.pt"
+            r"|mp_rank_\d+_model_states\.pt|zero_to_fp32\.py"
+        ),
         "DeepSpeed's own zero_to_fp32.py, which lies beside it, joins the shards.",
     ),
     (
@@ -39,7 +42,7 @@ _BY_NAME = (
     (
         "megatron-legacy",
         "legacy Megatron checkpoint, one directory a model-parallel rank",
-        re.compile(r"mp_rank_\d{2}(_\d{3})?(_\d{3})?"),
+        re.compile(r"mp_rank_\d{2,}(_\d{3,})?(_\d{3,})?"),
         "Convert it to torch_dist with the Megatron that wrote it (--ckpt-format torch_dist).",
     ),
     (

@@ -26,7 +26,7 @@ from ckpttool.unpickle import loads, name_of
 
 FORMAT = "fsdp"
 KINDS = ("model", "optim", "extra_state")
-SHARD_FILE = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt")
+SHARD_FILE = re.compile(rf"({'|'.join(KINDS)})_world_size_([1-9]\d{{0,5}})_rank_(\d{{1,6}})\.pt")
 CONFIG_FILE = "fsdp_config.json"
 _AGREED = ("dtype", "shape", "placement")
 _ADAPTER = re.compile(r"lora_|\.adapter_")
@@ -121,6 +121,16 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
         name: _tensor(name, by_rank, [r for r in read if (name, r) not in unread] if unread else read, size, found)
         for name, by_rank in held.items()
     }
+    if read and not tensors:
+        found.problems.append(Problem(code="no-tensors", message="the model files hold no tensor"))
+    if tensors and files.missing("model", size) and all(map(_is_whole, tensors.values())):
+        found.problems.append(
+            Problem(
+                code="replicas-suffice",
+                severity="note",
+                message="every weight is here all the same: the missing ranks hold replicas",
+            )
+        )
     mesh = max(meshes, key=lambda m: (len(m.ranks), len(m.shape)), default=None)
     return FsdpSource(
         root=path,
@@ -130,6 +140,11 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
         tensors=MappingProxyType(tensors),
         problems=found.all(),
     )
+
+
+def _is_whole(tensor: TensorInfo) -> bool:
+    """Tell whether the ranks that are here hold all of a tensor."""
+    return not any(tiling_faults(tensor.shape, ((piece.offset, piece.size) for piece in tensor.pieces)))
 
 
 def _choose_world_size(path: Path, files: ShardFiles, found: Findings) -> int:
@@ -156,16 +171,16 @@ def _choose_world_size(path: Path, files: ShardFiles, found: Findings) -> int:
                 hint="The file is from another save than the shards; the shards decide.",
             )
         )
-    stale = [size for size in sets if size != best and size not in complete]
     found.problems += [
         Problem(
             code="stale-shards",
             severity="note",
-            message=f"{len(sets[size])} model files of world size {size} lie beside the set of {best}",
+            message=f"{len(ranks)} {kind} files of world size {size} lie beside the set of {best}",
             hint="They belong to another save and are not read.",
         )
-        for size in stale
-        if best in complete
+        for kind, by_size in files.by_kind.items()
+        for size, ranks in by_size.items()
+        if size != best and best in complete and not (kind == "model" and size in complete)
     ]
     return best
 
@@ -183,7 +198,7 @@ def _said(path: Path, found: Findings) -> Any:
 
 def _check_files(path: Path, files: ShardFiles, world_size: int, found: Findings) -> None:
     """Report missing ranks of every kind, and files that their zip directory shows to be cut short."""
-    for kind in files.by_kind:
+    for kind in dict.fromkeys(("model", *files.by_kind)):
         present = files.ranks(kind, world_size)
         missing = files.missing(kind, world_size)
         if missing and (present or kind == "model"):

@@ -16,7 +16,7 @@ from typing import Any
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
 from ckpttool.formats.findings import Findings, listing
-from ckpttool.formats.jsonfile import parse_json, read_object
+from ckpttool.formats.jsonfile import INDEX_MOST, parse_json, read_object
 from ckpttool.formats.rank import RankReader
 from ckpttool.records import SHARD_NAMES
 from ckpttool.tensors import DTYPE_BITS, Piece, Place, TensorInfo, Wrap, dtype_bytes
@@ -35,6 +35,8 @@ _SIDE_FILE = re.compile(
     r"|special_tokens_map|added_tokens|vocab|tokenizer|tokenizer_config|chat_template)\.json"
     r"|merges\.txt|vocab\.txt|.*\.model|.*\.tiktoken|.*\.jinja|.*\.py"
 )
+_MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_CONFIG_KEYS = ("model_type", "architectures", "_class_name", "auto_map")
 _TOKENIZER = re.compile(r"tokenizer.*|vocab\.(json|txt)|.*\.model|.*\.tiktoken")
 
 DTYPES: Mapping[str, str] = MappingProxyType(
@@ -99,13 +101,26 @@ class HfSource:
 def detect(path: Path) -> tuple[str, ...] | None:
     """Return the evidence for a Hugging Face directory, by file names, or ``None``."""
     names = set(os.listdir(path))
-    evidence = [name for name in (CONFIG, ADAPTER_CONFIG, *INDEXES) if name in names]
-    weights = _weight_files(names)
+    evidence = [name for name in (ADAPTER_CONFIG, *INDEXES) if name in names and (path / name).is_file()]
+    if CONFIG in names and _is_model_config(path / CONFIG):
+        evidence.insert(0, CONFIG)
+    weights = [name for name in _weight_files(names) if (path / name).is_file()]
     if weights:
         evidence.append(listing(weights, 2))
-    if not evidence and any(name.startswith("tokenizer") for name in names):
+    if not evidence and names & {"tokenizer.json", "tokenizer_config.json"}:
         evidence.append("tokenizer files")
     return tuple(evidence) or None
+
+
+def _is_model_config(path: Path) -> bool:
+    """Tell a model's configuration from the many other files of that name; a damaged one may be either."""
+    try:
+        content = read_object(path)
+    except BrokenCheckpoint:
+        return True
+    except CkpttoolError:
+        return False
+    return any(key in content for key in _CONFIG_KEYS)
 
 
 def _weight_files(names: Iterable[str]) -> list[str]:
@@ -116,7 +131,8 @@ def open_(path: Path) -> HfSource:
     """Open a directory; damage becomes :attr:`HfSource.problems`, :class:`Refused` is raised."""
     names = os.listdir(path)
     found = Findings()
-    weights = _weight_files(names)
+    on_disk = _weight_files(names)
+    weights, others = _of_the_model(path, on_disk, names, found)
     by_file: dict[str, dict[str, TensorInfo]] = {}
     for name in weights:
         try:
@@ -129,7 +145,7 @@ def open_(path: Path) -> HfSource:
     _check_twice(by_file, found)
     for index in INDEXES:
         if index in names:
-            _check_index(path, index, weights, by_file, found)
+            _check_index(path, index, on_disk, by_file, found)
     config = None
     if CONFIG in names:
         try:
@@ -140,10 +156,35 @@ def open_(path: Path) -> HfSource:
         root=path,
         config=config,
         weights=tuple(weights),
-        side_files=tuple(sorted(name for name in names if _SIDE_FILE.fullmatch(name))),
+        side_files=tuple(sorted([*others, *(name for name in names if _SIDE_FILE.fullmatch(name))])),
         tensors=MappingProxyType({name: info for tensors in by_file.values() for name, info in tensors.items()}),
         problems=found.all(),
     )
+
+
+def _of_the_model(path: Path, weights: list[str], names: Iterable[str], found: Findings) -> tuple[list[str], list[str]]:
+    """Split weight files into the model's and others: a second copy in another format, files no index names."""
+    safetensors = [name for name in weights if name.endswith(".safetensors")]
+    others = [name for name in weights if safetensors and not name.endswith(".safetensors")]
+    if others:
+        message = f"{listing(others)}: a second copy of the weights, not opened"
+        found.problems.append(Problem(code="second-copy", severity="note", message=message))
+    if safetensors and INDEXES[0] in names:
+        named = _named_files(path / INDEXES[0])
+        strays = [n for n in safetensors if named and n not in named and not _MODEL_FILE.fullmatch(n)]
+        if strays:
+            message = f"{listing(strays)}: not in {INDEXES[0]}, not part of the model"
+            found.problems.append(Problem(code="file-not-in-index", severity="note", message=message))
+        others += strays
+    return [name for name in weights if name not in others], others
+
+
+def _named_files(index: Path) -> set[str]:
+    try:
+        weight_map = read_object(index, INDEX_MOST).get("weight_map")
+    except CkpttoolError:
+        return set()
+    return {file for file in weight_map.values() if isinstance(file, str)} if isinstance(weight_map, dict) else set()
 
 
 def read_weights(path: Path) -> dict[str, TensorInfo]:
@@ -166,7 +207,13 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
     header = parse_json(torchzip.read_range(path, 8, length), path.name)
     if not isinstance(header, dict):
         raise BrokenCheckpoint(f"{path.name}: its header is no JSON object", code="bad-header")
-    begin = 8 + length
+    begin, meta = 8 + length, header.get("__metadata__")
+    if isinstance(meta, dict) and "DCP_SHARDING_INFO" in meta:
+        raise BrokenCheckpoint(
+            f"{path.name}: parts of tensors, as torch's DCP writes them in safetensors form",
+            hint="torch joins them: torch.distributed.checkpoint._consolidate_hf_safetensors.",
+            code="dcp-sharded",
+        )
     tensors = {str(k): _entry(path, str(k), v, begin) for k, v in header.items() if k != "__metadata__"}
     _check_coverage(path, tensors, begin, size)
     return tensors
@@ -247,7 +294,7 @@ def _check_index(
 ) -> None:
     """Hold the index against the files, both ways."""
     try:
-        content = read_object(path / index)
+        content = read_object(path / index, INDEX_MOST)
     except CkpttoolError as error:
         found.of(error, index)
         return

@@ -98,7 +98,7 @@ def read_mesh(record: Any, rank: int, read_storage: Callable[[StoredTensor], byt
         axes = _layout(record.get("_layout"))
         values = _integers(stored_tensor(record.get("_rank_map")), read_storage)
         at = values.index(rank) if rank in values else 0
-        start = at - sum(at // step % n * step for axis in axes for n, step in zip(*axis, strict=True) if step)
+        start = at - sum(at // step % n * step for axis in axes for n, step in zip(*axis, strict=True) if step and n)
         dialect = "2.13" if isinstance(record.get("_layout").get("axes"), tuple) else "2.10 to 2.12"
     shape = tuple(math.prod(sizes) for sizes, _ in axes)
     if not 0 < math.prod(shape) <= MAX_RANKS:
@@ -142,8 +142,10 @@ def _integers(view: StoredTensor, read_storage: Callable[[StoredTensor], bytes])
     codes = {"int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B"}
     if view.dtype not in codes:
         raise BrokenCheckpoint(f"a device mesh of {view.dtype}", code="unreadable-pickle")
-    code, raw = codes[view.dtype], read_storage(view)
-    size = struct.calcsize(code)
+    code, size = codes[view.dtype], struct.calcsize(codes[view.dtype])
+    if view.storage_bytes > MAX_RANKS * size:
+        raise BrokenCheckpoint(f"a device mesh in {view.storage_bytes:,} bytes", code="unreadable-pickle")
+    raw = read_storage(view)
     if len(raw) % size:
         raise BrokenCheckpoint(f"a device mesh in {len(raw):,} bytes of {view.dtype}", code="unreadable-pickle")
     return struct.unpack(f"<{len(raw) // size}{code}", raw)

@@ -107,7 +107,10 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
             f"{path}: {error.strerror}", hint="Check the permissions of the file.", code="unreadable"
         ) from error
     try:
-        return os.pread(handle, length, offset)
+        data = os.pread(handle, length, offset)
+        while len(data) < length and (more := os.pread(handle, length - len(data), offset + len(data))):
+            data += more  # one call reads 2 GiB at most
+        return data
     finally:
         os.close(handle)
 
@@ -157,7 +160,7 @@ def _central_directory(path: Path, base: int, length: int) -> dict[str, Entry]:
     count, size, offset = _EOCD.unpack_from(tail, end)[4:7]
     if 0xFFFF in (count,) or 0xFFFFFFFF in (size, offset):
         count, size, offset = _zip64_end(path, base, tail, tail_at, end, length)
-    if offset + size > length or count * _CENTRAL.size > size:
+    if offset + size > length or count * _CENTRAL.size > size or size > SMALL:
         raise _damaged(path, "its directory lies outside the file")
     if offset >= tail_at:
         directory = tail[offset - tail_at : offset - tail_at + size]

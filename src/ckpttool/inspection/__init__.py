@@ -29,6 +29,12 @@ def inspect(path: Path, *, tensors: str | None = None) -> Inspection:
             hint="Run as the user who trained, or ask for read access to the directory.",
             code="unreadable",
         ) from error
+    except OSError as error:  # a step that the trainer's retention removes while we look
+        raise NotACheckpoint(
+            f"{error.filename or path}: {error.strerror}",
+            hint="Is a training run at work here? Try again.",
+            code="unreadable",
+        ) from error
 
 
 def _inspect(path: Path, tensors: str | None) -> Inspection:
@@ -43,8 +49,10 @@ def _inspect(path: Path, tensors: str | None) -> Inspection:
     if draft is None:
         from ckpttool.inspection.search import only_candidate
 
-        draft = recognise(only_candidate(path))
-        assert draft is not None
+        candidate = only_candidate(path)
+        draft = recognise(candidate)
+        if draft is None:
+            raise NotACheckpoint(f"{candidate}: nothing that ckpttool recognises")
         draft.note("found-below", f"{path} itself is no checkpoint; the only one below it is shown")
     return draft.finish(tensors)
 

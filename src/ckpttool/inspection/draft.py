@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.errors import Problem, Refused
 from ckpttool.inspection import summary
-from ckpttool.inspection.result import Content, Inspection, Manifest, Run, State, Suggestion
+from ckpttool.inspection.result import Content, Inspection, Manifest, Ranks, Run, State, Suggestion
 from ckpttool.inspection.sections import Section, contents, rows
 from ckpttool.inspection.suggestions import suggest
 from ckpttool.tensors import TensorInfo
@@ -18,7 +18,10 @@ from ckpttool.tensors import TensorInfo
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """What has been found so far. ``sections`` come in the order in which model weights are looked for."""
+    """What has been found so far. ``sections`` come in the order in which model weights are looked for.
+
+    ``aliases`` name trees that are links to the archive of another one; ``lacking`` are steps without a usual role.
+    """
 
     path: Path
     kind: str
@@ -28,10 +31,17 @@ class Draft:
     facts: dict[str, str] = field(default_factory=dict)
     contents: list[Content] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
     run: Run | None = None
+    lacking: set[int] = field(default_factory=set)
+    ranks: Ranks | None = None
     state: State | None = None
     next: tuple[Suggestion, ...] = ()
+
+    def section_at(self, where: str) -> Section | None:
+        """Return the opened archive of a tree."""
+        return next((s for s in self.sections if s.where == self.aliases.get(where, where)), None)
 
     def add(self, section: Section) -> None:
         """Take an opened archive with the problems that it has."""
@@ -61,8 +71,9 @@ class Draft:
             evidence=self.evidence,
             problems=problems,
             step=_step(self.path),
-            role=role_of(self.path),
+            role=role_of(self.path) if self.path.is_dir() else None,
             facts=self.facts,
+            ranks=self.ranks,
             parameters=summary.parameters(model) if model else None,
             dtypes=summary.dtypes(model),
             disk=disk,

@@ -10,7 +10,7 @@ from ckpttool.formats import fsdp
 from ckpttool.formats.findings import OTHER_NODES, counted, ranges
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta, small_object
 from ckpttool.inspection.draft import Draft
-from ckpttool.inspection.result import Content
+from ckpttool.inspection.result import Content, Ranks
 from ckpttool.inspection.sections import Section
 
 
@@ -22,11 +22,12 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     draft = Draft(path=path, kind="fsdp-lora" if lora else "fsdp", title=what, evidence=evidence)
     draft.add(Section("", source))
     present = source.files.ranks("model", source.world_size)
+    placements = Counter(t.placement for t in source.tensors.values())
+    draft.ranks = _ranks(source, placements)
     shown = ranges(present) or "none"
     draft.facts["world size"] = f"{counted(source.world_size, 'rank')} (model files of rank {shown})"
     if source.mesh is not None:
         draft.facts["mesh"] = f"{source.mesh} (written by torch {source.mesh.dialect})"
-    placements = Counter(t.placement for t in source.tensors.values())
     if placements:
         draft.facts["placements"] = "; ".join(f"{words}: {n:,}" for words, n in placements.most_common())
     for kind, name in (("optim", "optimizer"), ("extra_state", "scheduler and rng")):
@@ -40,6 +41,13 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     add_dataloader(draft)
     _add_huggingface(draft, f"the weights are in {counted(len(present), 'FSDP shard')}")
     return draft
+
+
+def _ranks(source: fsdp.FsdpSource, placements: Counter[str]) -> Ranks:
+    mesh = dict(zip(source.mesh.names, source.mesh.shape, strict=True)) if source.mesh else {}
+    present = source.files.ranks("model", source.world_size)
+    missing = source.files.missing("model", source.world_size)
+    return Ranks(source.world_size, tuple(sorted(present)), tuple(missing), mesh, dict(placements))
 
 
 def inspect_fsdp_remains(path: Path) -> Draft:

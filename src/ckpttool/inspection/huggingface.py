@@ -25,6 +25,7 @@ def inspect_hf(path: Path, evidence: tuple[str, ...]) -> Draft:
     draft.add(Section("", source))
     _hf_facts(draft, source)
     if kind == "hf-config":
+        draft.state = "no weights" if not source.problems else None
         draft.note("no-weights", "configuration and tokenizer files only: the weights are somewhere else")
     if kind == "huggingface" and source.config is None:
         draft.note("no-config", "config.json is not here: transformers cannot load the weights without it")

@@ -6,19 +6,22 @@ Each kind imports its reader when it is asked, so that looking at FSDP shards do
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.inspection.access import HINT, closed
+from ckpttool.inspection.access import HINT, closed, is_directory
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Inspection
 
 
-def recognise(path: Path) -> Draft | None:
-    """Describe a directory, or return ``None`` when no kind has evidence in it."""
+def recognise(path: Path, *, in_run: bool = False) -> Draft | None:
+    """Describe a directory, or return ``None`` when no kind has evidence in it. A run lies in no other run."""
     if not os.listdir(path):
         return Draft(path=path, kind="absent", title="empty directory", state="absent")
-    for kind in (_fsdp, _megatron_role, _archive, _run, _foreign, _step, _hf):
+    of_a_run: tuple[Callable[[Path], Draft | None], ...] = () if in_run else (_run,)
+    of_a_step: tuple[Callable[[Path], Draft | None], ...] = () if in_run else (_step,)
+    for kind in (_fsdp, _megatron_role, _archive, *of_a_run, _foreign, *of_a_step, _hf):
         draft = kind(path)
         if draft is not None:
             return draft
@@ -45,7 +48,16 @@ def roles(path: Path) -> list[Path]:
     if closed(path) or is_checkpoint(path):
         return []
     is_step = layout.step_of(path.name) is not None
-    return [p for p in sorted(path.iterdir()) if p.is_dir() and _may_be_role(p, of_step=is_step)]
+    below = [p for p in sorted(path.iterdir()) if is_directory(p)]
+    return [role for p in below for role in ([p] if _may_be_role(p, of_step=is_step) else _weights_of(p))]
+
+
+def _weights_of(path: Path) -> list[Path]:
+    """Return the checkpoints of a NeMo-RL role, ``policy/weights/iter_0000000``."""
+    weights = path / "weights"
+    if closed(path) or not is_directory(weights) or closed(weights):
+        return []
+    return [p for p in sorted(weights.iterdir()) if layout.step_of(p.name) is not None and is_checkpoint(p)]
 
 
 def _may_be_role(path: Path, *, of_step: bool) -> bool:
@@ -60,7 +72,7 @@ def _look(path: Path) -> Inspection:
         draft.fault("unreadable", f"{path.name}/: permission denied", hint=HINT)
         return draft.finish()
     unknown = Draft(path=path, kind="unknown", title="not recognised", state="unknown")
-    return (recognise(path) or unknown).finish()
+    return (recognise(path, in_run=True) or unknown).finish()
 
 
 def _fsdp(path: Path) -> Draft | None:
@@ -115,12 +127,17 @@ def _hf(path: Path) -> Draft | None:
 def _run(path: Path) -> Draft | None:
     from ckpttool.inspection import runs
 
+    return runs.inspect_run(path, _look, roles) if is_run(path) else None
+
+
+def is_run(path: Path) -> bool:
+    """Tell whether a directory holds steps with something in them, or a tracker that says so."""
+    from ckpttool.inspection import runs
+
     names = runs.steps(path)
-    if runs.tracker(path) is None and not any(is_checkpoint(step) or roles(step) for step in names):
-        return None
     if not names and is_checkpoint(path):
-        return None
-    return runs.inspect_run(path, _look, roles)
+        return False
+    return runs.tracker(path) is not None or any(is_checkpoint(step) or roles(step) for step in names)
 
 
 def _step(path: Path) -> Draft | None:

@@ -11,7 +11,7 @@ from ckpttool import layout
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats.findings import listing
 from ckpttool.formats.jsonfile import read_object
-from ckpttool.inspection.access import closed
+from ckpttool.inspection.access import closed, is_directory
 from ckpttool.inspection.draft import Draft, role_of
 from ckpttool.inspection.result import ExpectedTree, Manifest
 
@@ -44,6 +44,8 @@ def add_manifest(draft: Draft) -> None:
     if version != layout.SCHEMA_VERSION:
         draft.note("old-manifest", f"{layout.MANIFEST} has schema version {version}, not {layout.SCHEMA_VERSION}")
         return
+    if not saved:
+        draft.fault("bad-manifest", f"{layout.MANIFEST} has no save_contents, so it vouches for nothing")
     _check_trees(draft, trees)
     _check_claims(draft, claims, trees)
     _check_place(draft, content)
@@ -72,7 +74,7 @@ def _expected(
         draft.note("illegal-contents", f"{layout.MANIFEST} describes a save that cannot be: {trees.reason}")
         return ()
     return tuple(
-        ExpectedTree(t.path, t.holds, t.format, t.backend, _there(draft.path / t.path))
+        ExpectedTree(t.path, t.holds, t.format, t.backend, _holds(draft, t))
         for t in trees
         if t.format != layout.JSON_FORMAT or t.holds in claims
     )
@@ -80,12 +82,35 @@ def _expected(
 
 def _is_combined(draft: Draft) -> bool:
     """Megatron-FSDP saves one archive; its manifest claims trees that it never writes, and has no word for that."""
-    holds_state = any(s.where == layout.MODEL and s.tensors("optimizer") for s in draft.sections)
-    return holds_state and not _there(draft.path / layout.OPTIMIZER)
+    section = draft.section_at(layout.MODEL)
+    both = section is not None and bool(section.tensors("optimizer")) and bool(section.tensors("model"))
+    return both and not _there(draft.path / layout.OPTIMIZER)
+
+
+_PARTS = {
+    "model weights": {"model"},
+    "adapters": {"adapter"},
+    "optimizer, lr_scheduler": {"optimizer", "scheduler"},
+    "rng_state": {"rng"},
+}
+
+
+def _holds(draft: Draft, tree: layout.Tree) -> bool:
+    """Tell whether a tree is there with what it should hold; what could not be opened is reported elsewhere."""
+    if tree.path == layout.HUGGINGFACE and not closed(draft.path / tree.path):
+        section = draft.section_at(tree.path)
+        return section is not None and bool(section.source.tensors or section.source.problems)
+    section = draft.section_at(tree.path)
+    names = (*section.source.tensors, *section.source.objects) if section else ()
+    if section is None or not names or tree.holds not in _PARTS:
+        return _there(draft.path / tree.path)
+    return bool(_PARTS[tree.holds] & {section.source.part_of(name) for name in names})
 
 
 def _there(path: Path) -> bool:
-    return closed(path) or path.is_file() or (path.is_dir() and bool(os.listdir(path)))
+    if os.path.isfile(path):  # noqa: PTH113 - a manifest may name a path that is too long to be one
+        return True
+    return is_directory(path) and (closed(path) or bool(os.listdir(path)))
 
 
 def _check_trees(draft: Draft, trees: tuple[ExpectedTree, ...]) -> None:
@@ -93,7 +118,7 @@ def _check_trees(draft: Draft, trees: tuple[ExpectedTree, ...]) -> None:
         if not tree.found:
             draft.fault(
                 "tree-missing",
-                f"{tree.path} ({tree.holds}) is missing or empty, but save_contents asks for it",
+                f"{tree.path} is missing or holds no {tree.holds}, but save_contents asks for it",
                 path=tree.path,
             )
     if trees:

@@ -54,6 +54,7 @@ def inspect_role(path: Path, evidence: tuple[str, ...]) -> Draft:
         _judge_v2(draft, v1=v1, trees=trees, version=version)
     else:
         draft.title = "verl Megatron role directory, layout v1"
+        _check_weights(draft)
     if not v1 and not v2 and not draft.sections:
         draft.fault("nothing-saved", "neither an archive nor Hugging Face weights are here")
     add_manifest(draft)
@@ -61,6 +62,13 @@ def inspect_role(path: Path, evidence: tuple[str, ...]) -> Draft:
         size = (path / layout.TRANSFORMER_CONFIG).stat().st_size
         draft.contents.append(Content("transformer config", layout.TRANSFORMER_CONFIG, bytes=size))
     return draft
+
+
+def _check_weights(draft: Draft) -> None:
+    """Layout v1 has no manifest that says what was saved: weights are what it was saved for."""
+    readable = all(s.source.tensors or s.source.objects for s in draft.sections)
+    if draft.sections and readable and not any(s.tensors("model", "adapter") for s in draft.sections):
+        draft.fault("no-weights", "no model weights, neither in dist_ckpt/ nor in huggingface/")
 
 
 def _filled(path: Path) -> bool:
@@ -82,6 +90,7 @@ def _add_archives(draft: Draft, v1: list[str], trees: list[str]) -> None:
         index = draft.path / where / dcp.METADATA_FILE
         key = (index.stat().st_dev, index.stat().st_ino) if index.is_file() else (0, len(opened))
         if key in opened:
+            draft.aliases[where] = opened[key]
             draft.contents.append(Content("same archive", where, detail=f"linked with {opened[key]}"))
             _check_tree_files(draft, where, opened[key])
             continue

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ckpttool.errors import Problem
 
-State = Literal["complete", "incomplete", "absent", "not opened", "unknown"]
+State = Literal["complete", "incomplete", "absent", "no weights", "not opened", "refused", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,17 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that wrote shards: which are here, how they lie on the mesh, how many tensors are placed how."""
+
+    world_size: int
+    present: tuple[int, ...]
+    missing: tuple[int, ...]
+    mesh: Mapping[str, int]
+    placements: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Suggestion:
     """A command to type next, and why."""
 
@@ -144,6 +155,7 @@ class Inspection:
     step: int | None = None
     role: str | None = None
     facts: Mapping[str, str]
+    ranks: Ranks | None = None
     parameters: int | None = None
     dtypes: tuple[DtypeUse, ...] = ()
     disk: Disk | None = None
@@ -158,6 +170,16 @@ class Inspection:
     def faults(self) -> tuple[Problem, ...]:
         """The problems that make the checkpoint less than whole."""
         return tuple(p for p in self.problems if p.severity == "error")
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is complete and nothing speaks against it: what ``--strict`` asks."""
+        return self.state == "complete" and not self.faults
+
+    @property
+    def refused(self) -> bool:
+        """Whether something in a run was refused because it would run code."""
+        return self.run is not None and any(row.state == "refused" for row in self.run.rows)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data; problems are reported beside it, in the envelope."""

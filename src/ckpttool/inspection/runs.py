@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem
+from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem, Refused
+from ckpttool.formats import hf
 from ckpttool.formats.torchzip import read_range
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta
 from ckpttool.inspection.draft import Draft, refusals_of, role_of
@@ -42,7 +43,9 @@ def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]]) -> 
         evidence.append(file.name)
     draft = Draft(path=path, kind=kind, title=title, evidence=tuple(evidence))
     rows = [row for step in names for row in _rows(step, path, look, roles, draft)]
-    latest = _latest_complete(rows)
+    rows += [_row(path, path, look, draft)] if hf.detect(path) else []
+    _check_roles(rows, draft)
+    latest = _latest_complete(rows, draft)
     said = _said(file, draft) if file is not None else None
     draft.run = Run(tuple(rows), file.name if file is not None else None, said, latest)
     if file is not None and said is not None:
@@ -78,8 +81,15 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
     where = str(path.relative_to(base))
     step = layout.step_of(path.name)
     step = layout.step_of(path.parent.name) if step is None else step
-    with refusals_of(where):
-        found = look(path)
+    try:
+        with refusals_of(where):
+            found = look(path)
+    except Refused as error:
+        draft.fault("refused", error.message, hint=error.hint)
+        return StepRow(step, _role(path, base), where, "refused: it would run code", "refused", error.message, 0, 0.0)
+    except OSError as error:
+        draft.fault("unreadable", f"{where}: {error.strerror}", hint="Is a training run at work here? Try again.")
+        return StepRow(step, _role(path, base), where, "not readable", "unknown", str(error.strerror), 0, 0.0)
     reason = _reason(found)
     if found.faults:
         first = found.faults[0]
@@ -87,7 +97,28 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
     elif found.state in ("absent", "unknown"):
         draft.fault(found.state, reason, path=where)
     size, modified = (found.disk.unique, found.disk.modified) if found.disk else (0, 0.0)
-    return StepRow(step, role_of(path) or "", where, found.title, found.state, reason, size, modified)
+    return StepRow(step, _role(path, base), where, found.title, found.state, reason, size, modified)
+
+
+def _role(path: Path, base: Path) -> str:
+    """Return the role: the directory below the step, also where the checkpoint lies deeper."""
+    parts = path.relative_to(base).parts
+    below = next((parts[at + 1] for at, part in enumerate(parts[:-1]) if layout.step_of(part) is not None), "")
+    return below or role_of(path) or ""
+
+
+def _check_roles(rows: list[StepRow], draft: Draft) -> None:
+    """A step that lacks a role which the steps before it have was not saved to its end."""
+    by_step: dict[int, set[str]] = {}
+    for row in rows:
+        if row.step is not None and row.role:
+            by_step.setdefault(row.step, set()).add(row.role)
+    usual: set[str] = set()
+    for step, roles in sorted(by_step.items()):
+        for role in sorted(usual - roles):
+            draft.fault("role-missing", f"step {step} has no {role}, which earlier steps have", path=f"{step}/{role}")
+            draft.lacking.add(step)
+        usual |= roles
 
 
 def _reason(found: Inspection) -> str:
@@ -96,14 +127,16 @@ def _reason(found: Inspection) -> str:
     return found.faults[0].message + more if found.faults else "" if found.state == "complete" else found.title
 
 
-def _latest_complete(rows: list[StepRow]) -> int | None:
-    """Return the newest step of which no row is less than complete."""
-    broken = {row.step for row in rows if row.state != "complete"}
+def _latest_complete(rows: list[StepRow], draft: Draft) -> int | None:
+    """Return the newest step of which no row is less than complete, and no role is missing."""
+    broken = {row.step for row in rows if row.state != "complete"} | draft.lacking
     return max((row.step for row in rows if row.step is not None and row.step not in broken), default=None)
 
 
 def _check_tracker(draft: Draft, name: str, said: str, names: list[Path], latest: int | None) -> None:
-    usable = f"the latest complete step is {latest}" if latest is not None else "no step is complete"
+    rows = draft.run.rows if draft.run else ()
+    other = next((f"{row.path} is complete" for row in rows if row.step is None and row.state == "complete"), "")
+    usable = f"the latest complete step is {latest}" if latest is not None else other or "no step is complete"
     present = {layout.step_of(p.name) for p in names}
     if said == "release":
         if "release" not in {p.name for p in names}:
@@ -113,7 +146,9 @@ def _check_tracker(draft: Draft, name: str, said: str, names: list[Path], latest
         draft.fault("tracker-unreadable", f"{name} holds {said!r}, not a step; {usable}", path=name)
     elif int(said) not in present:
         draft.fault("tracker-ahead", f"{name} says step {said}, which is not here; {usable}", path=name)
-    elif any(row.step == int(said) and row.state != "complete" for row in (draft.run.rows if draft.run else ())):
+    elif any(row.step == int(said) and row.state == "not opened" for row in rows):
+        draft.note("not-opened", f"{name} says step {said}, which is of a kind that is not opened", path=name)
+    elif int(said) in draft.lacking or any(row.step == int(said) and row.state != "complete" for row in rows):
         hint = f"Resume from step {latest} by name." if latest is not None else ""
         draft.fault("tracker-ahead", f"{name} says step {said}, which is not complete; {usable}", path=name, hint=hint)
     elif latest is not None and int(said) < latest:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from ckpttool.errors import NotACheckpoint
 from ckpttool.formats.findings import listing
-from ckpttool.inspection import runs
 from ckpttool.inspection.access import closed
-from ckpttool.inspection.kinds import is_checkpoint
+from ckpttool.inspection.kinds import is_checkpoint, is_run
 
 DEPTH = 4
 CROWD = 2000
@@ -22,11 +21,12 @@ def only_candidate(path: Path) -> Path:
 
     Raises :class:`NotACheckpoint` that lists what is there: several with the commands to type, or just names.
     """
-    candidates = _search(path)
-    if len(candidates) == 1:
+    candidates, all_seen = _search(path)
+    if len(candidates) == 1 and all_seen:
         return candidates[0]
     if candidates:
         lines = "\n".join(f"  ckpttool inspect {shlex.quote(str(c))}" for c in candidates[:20])
+        lines += "" if all_seen else f"\nThe search ended after {CROWD:,} directories; there may be more."
         raise NotACheckpoint(f"{path}: no checkpoint itself, but {len(candidates)} lie below it", hint=f"Try:\n{lines}")
     names = listing(sorted(os.listdir(path)), 6)
     raise NotACheckpoint(
@@ -35,8 +35,8 @@ def only_candidate(path: Path) -> Path:
     )
 
 
-def _search(path: Path) -> list[Path]:
-    """Go down level by level; what is found is not searched further."""
+def _search(path: Path) -> tuple[list[Path], bool]:
+    """Go down level by level, and say whether all was seen; what is found is not searched further."""
     found: list[Path] = []
     level, visited = [path], 0
     for _ in range(DEPTH):
@@ -44,13 +44,13 @@ def _search(path: Path) -> list[Path]:
         for child in (c for folder in level for c in _folders(folder)):
             visited += 1
             if visited > CROWD:
-                return found
-            if runs.tracker(child) is not None or runs.steps(child) or is_checkpoint(child):
+                return found, False
+            if is_checkpoint(child) or is_run(child):
                 found.append(child)
             else:
                 below.append(child)
         level = below
-    return found
+    return found, True
 
 
 def _folders(path: Path) -> list[Path]:

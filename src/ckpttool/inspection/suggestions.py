@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckpttool.errors import UsageError
 from ckpttool.inspection.result import Inspection, Suggestion
 from ckpttool.layout import step_of
 
@@ -24,6 +25,21 @@ def suggest(found: Inspection) -> Iterator[Suggestion]:
         yield inspect_command(str(_run_of(Path(found.path))), "see which steps of the run are whole")
     elif found.parameters is not None and not found.tensors:
         yield inspect_command(found.path, "list every tensor", "--tensors")
+
+
+def only_row(found: Inspection, pattern: str) -> Path:
+    """Return the one checkpoint of a run or step, whose tensors are to be listed.
+
+    Raises :class:`UsageError` with the commands to type when there are several.
+    """
+    rows = found.run.rows if found.run else ()
+    if len(rows) == 1:
+        return Path(found.path, rows[0].path)
+    commands = [inspect_command(f"{found.path}/{row.path}", "", "--tensors", pattern).command for row in rows[-20:]]
+    raise UsageError(
+        f"{found.path}: {len(rows)} checkpoints, choose whose tensors to list",
+        hint="\n".join(["Try:", *(f"  {command}" for command in commands)]),
+    )
 
 
 def _run_of(path: Path) -> Path:

@@ -9,10 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpttool import layout
 from ckpttool.errors import Problem
-from ckpttool.formats.findings import listing
+from ckpttool.formats.findings import counted, listing
 from ckpttool.inspection.result import Disk, DtypeUse, Module, SharedTrees
 from ckpttool.tensors import TensorInfo
+
+MOST_WAYS = 8
+"""Ways on which one directory is entered: the trees of a migration are four; more is a maze of links."""
 
 TREE_DEPTH = 4
 """Levels of the module tree that are kept; deeper modules are summed up into their parent."""
@@ -102,14 +106,23 @@ def disk(root: Path) -> tuple[Disk, tuple[Problem, ...]]:
     )
     problems: tuple[Problem, ...] = ()
     if walk.dangling:
+        ours = any(map(_is_of_a_checkpoint, walk.dangling))
         problems = (
             Problem(
                 code="dangling-link",
-                message=f"{len(walk.dangling)} links lead nowhere: {_places(walk.dangling)}",
-                hint="The checkpoint was moved or copied without what its links point at.",
+                message=f"{counted(len(walk.dangling), 'link')} leading nowhere: {_places(walk.dangling)}",
+                hint="The checkpoint was moved or copied without what its links point at." if ours else "",
+                severity="error" if ours else "note",
             ),
         )
     return result, problems
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    """Tell a link that a loader would follow from the litter of loggers."""
+    *folders, file = name.split("/")
+    known = any(map(_keeps_checkpoints, [*folders, file]))
+    return known and not {"wandb", "logs", "tensorboard", "tensorboard_log"} & set(folders)
 
 
 def _places(names: list[str]) -> str:
@@ -120,8 +133,13 @@ def _places(names: list[str]) -> str:
 
 
 def _visit(root: Path, walk: _Walk) -> None:
-    """Walk without recursion; a directory is entered once on each way to it, never inside itself."""
+    """Walk without recursion; a directory is entered on a few of the ways to it, never inside itself.
+
+    Links to directories outside are followed only where a checkpoint is kept: steps, roles' trees.
+    """
     todo: list[tuple[str, frozenset[tuple[int, int]], bool]] = [("", frozenset(), False)]
+    entered: Counter[tuple[int, int]] = Counter()
+    real = os.path.realpath(root)
     while todo:
         where, above, linked = todo.pop()
         try:
@@ -136,14 +154,26 @@ def _visit(root: Path, walk: _Walk) -> None:
                 walk.dangling.append(name)
                 continue
             file, is_link = (info.st_dev, info.st_ino), linked or entry.is_symlink()
-            if stat.S_ISDIR(info.st_mode) and file not in above:
-                todo.append((name, above | {file}, is_link))
+            if stat.S_ISDIR(info.st_mode):
+                entered[file] += 1
+                outside = entry.is_symlink() and not _inside(root / name, real)
+                if file not in above and entered[file] <= MOST_WAYS and (not outside or _keeps_checkpoints(entry.name)):
+                    todo.append((name, above | {file}, is_link))
             elif stat.S_ISREG(info.st_mode):
                 walk.names[file].append(name)
                 walk.sizes[file] = info.st_size
                 walk.modified = max(walk.modified, info.st_mtime)
                 if is_link:
                     walk.symbolic.add(name)
+
+
+def _inside(path: Path, root: str) -> bool:
+    return os.path.commonpath([os.path.realpath(path), root]) == root
+
+
+def _keeps_checkpoints(name: str) -> bool:
+    trees = (layout.V1_ARCHIVE, layout.V1_HUGGINGFACE, *layout.V2_PARENTS, *layout.ROLES)
+    return layout.step_of(name) is not None or name in trees
 
 
 def _shared(walk: _Walk) -> tuple[SharedTrees, ...]:
