@@ -70,7 +70,7 @@ def megatron_role(path: Path, *, files: int = 10_000) -> None:
 
     archive = path / "dist_ckpt"
     archive.mkdir(parents=True)
-    storage, state = {}, {}  # type: ignore[var-annotated]
+    storage, state = {}, {}
     for key in ("decoder.layers.mlp.linear_fc1.weight", "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"):
         chunks = [ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(files)]
         state[key] = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([files]), chunks)

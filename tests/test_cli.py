@@ -70,6 +70,25 @@ def test_our_bug_is_70_and_asks_for_a_report(ckpttool: Run, monkeypatch: pytest.
         main(["--debug", "inspect", str(tmp_path)])
 
 
+def test_an_empty_path_is_an_unset_variable(ckpttool: Run) -> None:
+    assert ckpttool("inspect", "").code == 2
+
+
+def test_debug_may_stand_after_the_command(ckpttool: Run, data: Path) -> None:
+    assert ckpttool("inspect", data / "fsdp" / "torch2.6-fsdp2", "--debug").code == 0
+
+
+@pytest.mark.parametrize("kind", ["empty", "config", "foreign"])
+def test_strict_says_yes_to_what_is_whole_only(ckpttool: Run, tmp_path: Path, data: Path, kind: str) -> None:
+    if kind == "config":
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    if kind == "foreign":
+        (tmp_path / "zero_to_fp32.py").write_text("")
+    assert ckpttool("inspect", tmp_path).code == 0
+    assert ckpttool("inspect", tmp_path, "--strict").code == 1
+    assert ckpttool("inspect", data / "fsdp" / "torch2.6-fsdp2", "--strict").code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "expanded"),
     [
@@ -105,12 +124,9 @@ def test_a_closed_pipe_is_no_traceback(data: Path) -> None:
 
 
 def test_module_and_console_script_are_the_same_program() -> None:
-    script = Path(sys.executable).with_name("ckpttool")
-    outputs = {
-        subprocess.run(c, capture_output=True, check=True).stdout
-        for c in ([script, "--help"], [sys.executable, "-m", "ckpttool", "--help"])
-    }
-    assert len(outputs) == 1
+    script, module = [str(Path(sys.executable).with_name("ckpttool"))], [sys.executable, "-m", "ckpttool"]
+    helps = {subprocess.run([*c, "--help"], capture_output=True, check=True).stdout for c in (script, module)}
+    assert len(helps) == 1
 
 
 def test_color_only_where_asked_or_on_a_terminal(ckpttool: Run, data: Path) -> None:

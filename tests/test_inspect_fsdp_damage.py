@@ -59,7 +59,7 @@ def test_stale_shards_beside_a_complete_set(role: Path, fsdp_checkpoints: Path) 
     found = inspect(role)
     assert (found.state, faults(found)) == ("complete", [])
     message = problem(found, "stale-shards").message
-    assert "7 model files of world size 8" in message
+    assert "7 extra_state, 7 model, 7 optim files of world size 8" in message
     assert "set of 4" in message
     assert found.parameters == elements(fsdp_checkpoints / "expected/fsdp2.safetensors")
 

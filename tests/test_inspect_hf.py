@@ -302,7 +302,7 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
 def test_a_configuration_without_weights(fsdp_checkpoints: Path) -> None:
     """Case 42: huggingface/ of a role, given by itself."""
     found = inspect(fsdp_checkpoints / "fsdp2/huggingface")
-    assert (found.kind, found.state) == ("hf-config", "complete")
+    assert (found.kind, found.state) == ("hf-config", "no weights")
     assert found.title == "Hugging Face configuration without weights"
     assert "the weights are somewhere else" in problem(found, "no-weights").message
     assert found.parameters is None

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpttool.errors import Refused
 from ckpttool.inspection import inspect
 from ckpttool.inspection.result import Run
 from tests import builders
@@ -244,10 +243,14 @@ def test_the_transfer_queue_is_no_role(run: Path) -> None:
     assert (found.state, {role for _, role, _ in table(found.run)}) == ("complete", {"actor", "critic"})
 
 
-def test_a_hostile_step_is_refused_by_its_place(run: Path) -> None:
+def test_a_hostile_step_is_refused_by_its_place(ckpttool: Callable[..., Call], run: Path) -> None:
     repack(run / "global_step_20/actor/model_world_size_4_rank_2.pt", lambda _: b"cos\nsystem\n(Vtrue\ntR.")
-    with pytest.raises(Refused, match=r"global_step_20/actor: model_world_size_4_rank_2\.pt"):
-        inspect(run)
+    call = ckpttool("inspect", run, "--json")
+    assert call.code == 7
+    (refused,) = [told for told in call.json["problems"] if told["code"] == "refused"]
+    assert "global_step_20/actor: model_world_size_4_rank_2.pt" in refused["message"]
+    rows = {(row["step"], row["role"]): row["state"] for row in call.json["data"]["run"]["rows"]}
+    assert (rows[20, "actor"], rows[10, "actor"]) == ("refused", "complete")
 
 
 def test_other_names_of_steps(tmp_path: Path, fsdp_checkpoints: Path) -> None:
@@ -364,7 +367,7 @@ def test_a_role_of_a_step_is_chosen(ckpttool: Callable[..., Call], run: Path) ->
         (["--step", "15"], 3, "global_step_10, global_step_20"),
         (["--step", "newest"], 2, "newest"),
         (["--step", "10", "--role", "ref"], 3, "actor, critic"),
-        (["--role", "ref"], 3, "global_step_10"),
+        (["--role", "ref"], 3, "--step latest"),
     ],
 )
 def test_a_choice_that_is_not_there(

@@ -88,7 +88,7 @@ def test_other_classes_become_inert_records(protocol: int) -> None:
     )
     arguments = found.get("arguments")
     assert (arguments.get("lr"), arguments.get("names"), arguments.get("absent", 7)) == (0.1, {"a"}, 7)
-    assert arguments.get("paths")[0].args == ("/", "x")
+    assert PosixPath(*arguments.get("paths")[0].args) == PosixPath("/x")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -325,7 +325,7 @@ def test_a_message_is_short_whatever_it_quotes() -> None:
     for _ in range(22):
         twice = [twice, twice]
     wide = Plain()
-    wide.update(dict.fromkeys(range(1000), twice))
+    wide.update(dict.fromkeys(range(100_000)))
     for value in (deep, twice, wide, "x" * 10_000, record_class("a", "b" * 9000)(), record_class("a", "b" * 9000)):
         assert len(said(value)) < 20_000
     assert said(record_class("torch", "device")) == "<class torch.device>"

@@ -41,12 +41,12 @@ def inspect(
 
     if not path:
         raise UsageError("an empty path", hint="Is the variable set? The working directory is '.'.")
-    where = Path(path)
-    if step is not None or role is not None:
-        from ckpttool.inspection.choice import choose
+    if step is None and role is None:
+        found = look(Path(path), tensors=tensors)
+    else:
+        from ckpttool.inspection.choice import inspect_chosen
 
-        where = choose(where, step, role)
-    found = look(where, tensors=tensors)
+        found = inspect_chosen(Path(path), step, role, tensors=tensors)
     if tensors is not None and found.run is not None:
         found = look(only_row(found, tensors), tensors=tensors)
     code = 7 if found.refused else 1 if strict and not found.whole else 0

@@ -171,18 +171,24 @@ def _choose_world_size(path: Path, files: ShardFiles, found: Findings) -> int:
                 hint="The file is from another save than the shards; the shards decide.",
             )
         )
-    found.problems += [
-        Problem(
-            code="stale-shards",
-            severity="note",
-            message=f"{len(ranks)} {kind} files of world size {size} lie beside the set of {best}",
-            hint="They belong to another save and are not read.",
-        )
-        for kind, by_size in files.by_kind.items()
-        for size, ranks in by_size.items()
-        if size != best and best in complete and not (kind == "model" and size in complete)
-    ]
+    if best in complete:
+        _note_stale(files, {*complete, best}, best, found)
     return best
+
+
+def _note_stale(files: ShardFiles, complete: set[int], best: int, found: Findings) -> None:
+    """Tell of files of other world sizes, one note a size; a second complete set is a problem of its own."""
+    sizes = {size for by_size in files.by_kind.values() for size in by_size} - complete
+    for size in sorted(sizes):
+        held = [f"{len(ranks)} {kind}" for kind in files.by_kind if (ranks := files.ranks(kind, size))]
+        found.problems.append(
+            Problem(
+                code="stale-shards",
+                severity="note",
+                message=f"{', '.join(held)} files of world size {size} lie beside the set of {best}",
+                hint="They belong to another save and are not read.",
+            )
+        )
 
 
 def _said(path: Path, found: Findings) -> Any:

@@ -63,6 +63,9 @@ def _latest(path: Path) -> tuple[int, tuple[Problem, ...]]:
 
 def _role(path: Path, role: str) -> Path:
     if not (path / role).is_dir():
-        roles = sorted(p.name for p in path.iterdir() if p.is_dir()) if path.is_dir() else []
-        raise NotACheckpoint(f"{path}: no role {role}", hint=f"There is {listing(roles)}." if roles else "")
+        below = sorted(p.name for p in path.iterdir() if p.is_dir()) if path.is_dir() else []
+        hint = f"There is {listing(below)}." if below else ""
+        if any(layout.step_of(name) is not None for name in below):
+            hint = "Roles lie in steps: add --step latest, or --step N."
+        raise NotACheckpoint(f"{path}: no role {role}", hint=hint)
     return path / role

@@ -23,6 +23,11 @@ _BY_NAME = {
     layout.MANIFEST: "verl's manifest of a role directory",
     layout.TRANSFORMER_CONFIG: "Megatron transformer configuration, as verl writes it",
     layout.LORA_META: "rank and alpha of a LoRA checkpoint",
+    "tokenizer.json": "tokenizer",
+    "tokenizer_config.json": "tokenizer configuration",
+    "generation_config.json": "generation configuration",
+    "trainer_state.json": "state of transformers' Trainer",
+    "integrity.json": "Megatron's list of file hashes",
 }
 _MAGIC = (
     (b"GGUF", "gguf", "GGUF model (llama.cpp)"),
@@ -47,6 +52,8 @@ def inspect_file(path: Path, tensors: str | None = None) -> Inspection:
         draft.title = "data file of a distributed checkpoint; its index is .metadata"
     elif path.name in _BY_NAME:
         draft.title = _BY_NAME[path.name]
+        if not size:
+            draft.fault("truncated", f"{path.name}: empty (0 bytes)")
     elif path.name in hf.INDEXES:
         draft.title = "index of a sharded Hugging Face model"
     elif path.suffix == ".safetensors":

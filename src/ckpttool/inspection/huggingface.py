@@ -7,6 +7,7 @@ from pathlib import Path
 from ckpttool.formats import hf
 from ckpttool.formats.findings import counted, listing
 from ckpttool.inspection.access import add_closed, closed
+from ckpttool.inspection.beside import add_trainer_files
 from ckpttool.inspection.draft import Draft, refusals_of
 from ckpttool.inspection.result import Content
 from ckpttool.inspection.sections import Section
@@ -31,6 +32,7 @@ def inspect_hf(path: Path, evidence: tuple[str, ...]) -> Draft:
         draft.note("no-config", "config.json is not here: transformers cannot load the weights without it")
     if source.side_files:
         draft.contents.append(Content("side files", "", detail=_file_list(source)))
+    add_trainer_files(draft)
     return draft
 
 

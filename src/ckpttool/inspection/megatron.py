@@ -155,7 +155,16 @@ def _judge_v2(draft: Draft, *, v1: bool, trees: list[str], version: int | None) 
         draft.title += f"{kept}{f' ({links})' if links else ''}"
         return
     missing = _missing_trees(draft, trees) if v1 or links else []
-    if missing:
+    dangling = [t for t in layout.ARCHIVES if (draft.path / t).is_symlink() and not is_directory(draft.path / t)]
+    if dangling:
+        draft.title += ", its links lead nowhere"
+        draft.kind = HALF
+        draft.fault(
+            "half-migrated",
+            f"links of a migration that the checkpoint was moved away from: {listing(dangling)}",
+            hint="ckpttool migrate makes them anew, relative, if dist_ckpt/ is still here.",
+        )
+    elif missing:
         draft.kind = HALF
         draft.title = "verl Megatron role directory, half migrated from v1 to v2"
         draft.fault(

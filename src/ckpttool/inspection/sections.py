@@ -54,8 +54,13 @@ def contents(section: Section) -> Iterator[Content]:
     yield from _common_parts(section)
 
 
+_FORMATS = {"fsdp": "FSDP shards", "torch_dist": "torch_dist", "dcp": "DCP"}
+
+
 def _detail(source: Source, tensors: int, objects: int) -> str:
-    words = [{"fsdp": "FSDP shards", "torch_dist": "torch_dist", "dcp": "DCP"}.get(source.format, "safetensors")]
+    words = [_FORMATS.get(source.format, "safetensors")]
+    if any(piece.place.file.endswith(".bin") for tensor in source.tensors.values() for piece in tensor.pieces[:1]):
+        words = ["pytorch_model.bin"]
     if objects:
         words.append(counted(objects, "object" if tensors else "pickled object"))
     return ", ".join(words)

@@ -118,10 +118,13 @@ def disk(root: Path) -> tuple[Disk, tuple[Problem, ...]]:
     return result, problems
 
 
+_SUFFIXES = (".pt", ".bin", ".safetensors", ".distcp", ".metadata", ".json")
+
+
 def _is_of_a_checkpoint(name: str) -> bool:
     """Tell a link that a loader would follow from the litter of loggers."""
     *folders, file = name.split("/")
-    known = any(map(_keeps_checkpoints, [*folders, file]))
+    known = any(map(_keeps_checkpoints, [*folders, file])) or file.endswith(_SUFFIXES)
     return known and not {"wandb", "logs", "tensorboard", "tensorboard_log"} & set(folders)
 
 

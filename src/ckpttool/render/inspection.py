@@ -23,6 +23,8 @@ _STATE_STYLES: Mapping[State, str] = {
     "complete": "bold green",
     "incomplete": "bold red",
     "absent": "bold yellow",
+    "no weights": "bold yellow",
+    "refused": "bold red",
     "not opened": "bold yellow",
     "unknown": "bold yellow",
 }
@@ -114,9 +116,9 @@ def _run_table(run: Run) -> Table:
     table = new_table("step", "role", "kind", "state", "size", "age", right=("step", "size", "age"))
     for row in run.rows:
         table.add_row(
-            clean(row.path.partition("/")[0]) if row.step is None else f"{row.step:,}",
-            clean(row.role) or "-",
-            clean(row.title),
+            Text(clean(row.path.partition("/")[0]) if row.step is None else f"{row.step:,}"),
+            Text(clean(row.role) or "-"),
+            Text(clean(row.title)),
             Text(row.state, _STATE_STYLES[row.state]),
             size(row.bytes),
             age(row.modified) if row.modified else "-",
