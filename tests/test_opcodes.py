@@ -111,6 +111,16 @@ def doubling(start: bytes, step: bytes, times: int) -> bytes:
     return start + b"\x94" + b"".join(b"h" + bytes([n]) + step + b"\x94" for n in range(times))
 
 
+def doubling_by_calls(times: int) -> bytes:
+    """The same, where each step is the idiom of ``torch.Size``, which the walk takes at once."""
+    stream, last = b")\x94", 0
+    for n in range(times):
+        get = b"j" + last.to_bytes(4, "little")
+        stream += named("a", "b") + get + get + b"\x86\x94\x85\x94R\x94"
+        last = 3 * n + 2
+    return stream + b"}j" + last.to_bytes(4, "little") + b"Ns"
+
+
 PRIME = (1 << 61) - 1  # integers that differ by a multiple of it have the same hash
 
 BOMBS = {
@@ -131,6 +141,13 @@ BOMBS = {
     "nested frozen sets": b"(" * 100_000 + b"\x91" * 100_000 + STOP,
     "nested tuples in set": b"\x8f()" + b"\x85" * 200_000 + b"\x90" + STOP,
     "doubling tuples": b"}" + doubling(b")", b"\x86", 60) + b"Ns" + STOP,
+    "doubling tuples in calls": doubling_by_calls(60) + STOP,
+    "one long size for many keys": named("torch", "Size")
+    + b"("
+    + b"K\x01" * 50_000
+    + b"t\x85Rq\x00}"
+    + b"h\x00Ns" * 50_000
+    + STOP,
     "nested calls with a tuple": b"}" + named("a", "b") + b")" + b"\x85\x94\x85\x94R\x94" * 20_000 + b"Ns" + STOP,
     "colliding integers": b"}(" + b"".join(integer(n * PRIME) + b"N" for n in range(1, 100_000)) + b"u" + STOP,
     "colliding tuples": b"}(" + b"".join(integer(n) + integer(n) + b"\x86N" for n in range(1, 3_000)) + b"u" + STOP,
@@ -152,6 +169,12 @@ def test_a_bomb_is_broken_at_once(what: str) -> None:
     grown, outcome = confined(PROTO + BOMBS[what], inert=True, seconds=10)
     assert outcome.startswith(("BrokenCheckpoint: stream: not a readable pickle", "Refused: stream: the pickle has"))
     assert grown < 100_000
+
+
+@pytest.mark.parametrize("what", sorted(BOMBS.keys() - {"many names", "many nested names"}))
+def test_the_walk_alone_finds_it(what: str) -> None:
+    """C's unpickler never sees it."""
+    assert verdict(PROTO + BOMBS[what]) != "sound"
 
 
 def test_deep_lists_and_records_are_built_and_let_go() -> None:

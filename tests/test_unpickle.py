@@ -328,6 +328,7 @@ def test_a_message_is_short_whatever_it_quotes() -> None:
     wide.update(dict.fromkeys(range(100_000)))
     for value in (deep, twice, wide, "x" * 10_000, record_class("a", "b" * 9000)(), record_class("a", "b" * 9000)):
         assert len(said(value)) < 20_000
+    assert said(wide) == "{0: None, 1: None, 2: None, 3: None, ...}"
     assert said(record_class("torch", "device")) == "<class torch.device>"
     assert said(record_class("torch", "device")()) == "<torch.device>"
     assert (name_of("weight"), name_of(("a", 1)), name_of(None)) == ("weight", "('a', 1)", "None")

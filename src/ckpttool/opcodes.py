@@ -180,7 +180,7 @@ def _walk(data: bytes, check: Check, where: str) -> None:  # noqa: C901
         elif kind == _PROTO:
             at += 1
         elif kind == _FRAME:
-            if number(data[at : at + 8], "little") > size - at:
+            if number(data[at : at + 8], "little") > size - at - 8:
                 raise IndexError
             at += 8
         elif kind == _LONG:
