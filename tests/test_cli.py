@@ -117,6 +117,12 @@ def test_signals_have_their_exit_codes(tmp_path: Path, stop: signal.Signals, cod
         assert process.wait(timeout=20) == code
 
 
+def test_a_full_disk_behind_stdout_is_no_bug(data: Path) -> None:
+    command = f"{sys.executable} -m ckpttool inspect {data / 'fsdp' / 'torch2.6-fsdp2'} > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, "No space left" in done.stderr) == (6, True)
+
+
 def test_a_closed_pipe_is_no_traceback(data: Path) -> None:
     command = f"{sys.executable} -m ckpttool inspect {data / 'megatron' / 'mcore0.16-het-tp1'} --tensors | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)

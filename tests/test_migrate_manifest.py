@@ -8,13 +8,15 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ckpttool import __version__, layout
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from ckpttool.inspection import inspect
 from tests import builders
 from tests.conftest import Call
-from tests.looking import write_json
+from tests.looking import save_dcp, write_json
 from tests.migrating import manifest, move, only, outcome, photograph, tiny_role
 
 Run = Callable[..., Call]
@@ -68,6 +70,26 @@ def test_the_same_fields_as_verl_writes(megatron_checkpoints: Path, tmp_path: Pa
     verls = json.loads((megatron_checkpoints / "dense-v2" / layout.MANIFEST).read_text())
     assert manifest(role).keys() - verls.keys() == {"migration"}
     assert verls.keys() <= manifest(role).keys()
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+def test_adapters_of_peft(tmp_path: Path, bridge: bool) -> None:
+    """Their shards lie under `model/`; the base model is claimed only where a bridge wrote it."""
+    role = tmp_path / "actor"
+    role.mkdir()
+    name = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
+    state = {name: torch.ones(1, 2), f"optimizer.state.exp_avg.{name}": torch.ones(1, 2)}
+    save_dcp(role / "dist_ckpt", state, backend="torch_dist")
+    if bridge:
+        write_json(role / "huggingface/config.json", {"model_type": "qwen2"})
+        save_file({"model.norm.weight": torch.ones(2)}, role / "huggingface/model.safetensors")
+    trees = [layout.MODEL, layout.OPTIMIZER, *([layout.HUGGINGFACE] if bridge else [])]
+    assert [tree.path for tree in only(role).trees] == trees
+    assert manifest(role)["backend"] == {"has_bridge": bridge, "use_dist_checkpointing": False, "peft": True}
+    assert manifest(role)["save_contents"] == [*(["model"] if bridge else []), "optimizer"]
+    assert manifest(role)["contents"]["peft_adapters"]["path"] == layout.MODEL
+    assert ("model" in manifest(role)["contents"]) == bridge
+    assert [p for p in inspect(role).problems if p.severity == "error"] == []
 
 
 def test_a_manifest_that_cannot_be_read_is_not_overwritten(role: Path) -> None:
@@ -135,12 +157,13 @@ def test_wrong_usage_is_2_and_changes_nothing(role: Path, ckpttool: Run, options
 
 def test_inspect_counts_linked_files_once(role: Path) -> None:
     """D36: four names of each file, one size."""
-    size = inspect(role).disk
+    before = inspect(role).disk
     only(role)
-    assert inspect(role).disk is not None
-    assert size is not None
-    manifest_size = (role / layout.MANIFEST).stat().st_size
-    assert inspect(role).disk.size == size.size + manifest_size
+    after = inspect(role).disk
+    assert before is not None
+    assert after is not None
+    assert after.unique == before.unique + (role / layout.MANIFEST).stat().st_size
+    assert after.apparent > 3 * before.apparent
 
 
 def test_not_a_checkpoint_is_no_migration(tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from ckpttool import layout
 from tests import builders
 from tests.conftest import DATA
 from tests.migrating import MODES, only, source
-from tests.writers.reading import read_metadata, read_tensors, same
+from tests.writers.reading import expected, read_metadata, read_tensors, same
 
 VARIANTS = {"dense": "dense-v1", "bridge": "dense-v1-bridge", "moe": "moe-v1"}
 ARCHIVES = {
@@ -37,8 +39,18 @@ def migrated(megatron_checkpoints: Path, tmp_path_factory: pytest.TempPathFactor
             before = source(role)
             assert only(role, mode=mode).action == "migrate"
             assert source(role) == before
+    shutil.copytree(out / "dense/copy", out / "dense/spoiled")
+    norm = expected(megatron_checkpoints, "dense-megatron")["decoder.final_layernorm.weight"]
+    spoil(out / "dense/spoiled" / layout.MODEL, norm)
     builders.run_writer("migrated", out)
     return out
+
+
+def spoil(tree: Path, tensor: torch.Tensor) -> None:
+    """Put zeros where this tensor lies."""
+    needle = tensor.view(torch.uint8).numpy().tobytes()
+    (file,) = [path for path in tree.glob("*.distcp") if needle in path.read_bytes()]
+    file.write_bytes(file.read_bytes().replace(needle, bytes(len(needle))))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,13 +108,18 @@ def metadata_keys(folder: Path) -> object:
     return read_metadata(folder).state_dict_metadata.keys()
 
 
-def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
-    """Saving in place into one name changes all of them: this is what sharing means, and what reading shows."""
+def test_the_comparison_sees_a_difference(migrated: Path) -> None:
+    """One tensor of one tree was spoiled after the migration."""
+    told = [json.loads((migrated / f"loaded-{rank}.json").read_text()) for rank in range(4)]
+    wrong = {key for by_role in told for key in by_role["dense/spoiled/model"]}
+    assert wrong == {"model.decoder.final_layernorm.weight"}
+    assert all(by_role[f"dense/spoiled/{part}"] == [] for by_role in told for part in ("optimizer", "extra"))
+
+
+def test_saving_in_place_into_one_tree_changes_all(tmp_path: Path) -> None:
+    """What sharing means: megatron-core truncates the files that are there."""
     role = tmp_path / "actor"
     builders.copy(DATA / "megatron" / FIXTURES[0], role / "dist_ckpt")
     only(role)
-    data = next((role / "dist_ckpt").glob("__0_0.distcp"))
-    with data.open("r+b") as file:
-        file.truncate(data.stat().st_size // 2)
-    for tree in (tree for tree in layout.ARCHIVES if (role / tree).is_dir()):
-        assert (role / tree / data.name).stat().st_size == data.stat().st_size
+    builders.truncate(role / layout.MODEL / "__0_0.distcp")
+    assert (role / "dist_ckpt/__0_0.distcp").stat().st_size == (role / layout.MODEL / "__0_0.distcp").stat().st_size

@@ -243,6 +243,31 @@ def test_copies_of_the_script_that_differ_get_no_manifest(role: Path, damage: st
     assert {problem.path for problem in reasons(role)} == {layout.EXTRA}
 
 
+@pytest.mark.parametrize("left", [".metadata", "__0_0.distcp", "metadata.json"])
+def test_the_script_was_killed_while_it_removed_the_source(role: Path, left: str) -> None:
+    """In copy mode it ends with that: the trees have everything, `dist_ckpt/` has remains."""
+    v1 = photograph(role)
+    shutil.copytree(role / "dist_ckpt", role.parent / "kept")
+    verls_script(role, "copy")
+    (role / "dist_ckpt").mkdir()
+    shutil.copy2(role.parent / "kept" / left, role / "dist_ckpt" / left)
+    shutil.copytree(role, role.with_name("critic"))
+    assert only(role.with_name("critic"), undo=True).action == "undo"
+    assert photograph(role.with_name("critic")) == v1
+    assert only(role).action == "finish"
+    assert inspect(role).state == "complete"
+    assert not (role / "dist_ckpt").exists()
+    assert only(role).action == "nothing"
+
+
+def test_a_source_that_is_cut_short_is_no_remains(role: Path) -> None:
+    """Which of the two is the right one is not ours to say."""
+    for tree in layout.ARCHIVES:
+        shutil.copytree(role / "dist_ckpt", role / tree)
+    builders.truncate(role / "dist_ckpt/__0_0.distcp")
+    assert "dist_ckpt/__0_0.distcp" in {problem.path for problem in reasons(role)}
+
+
 @pytest.mark.parametrize("trees", [layout.ARCHIVES[1:2], layout.ARCHIVES[1:], layout.ARCHIVES])
 @pytest.mark.parametrize("mode", MODES)
 def test_finishing_a_half_migration_of_the_script(role: Path, mode: str, trees: tuple[str, ...]) -> None:

@@ -43,7 +43,7 @@ JSON_FORMAT = "json"
 TRANSFER_QUEUE = "transfer_queue"
 """What verl's asynchronous trainer leaves in a step beside the roles."""
 
-STEP = re.compile(r"(?:global_steps?_|step[_-]|checkpoint-|iter_)(\d+)")
+STEP = re.compile(r"(?:global_steps?_|step[_-]|checkpoint-|iter_)([0-9]+)")
 """Step directories: verl and SkyRL, NeMo-RL and torchtitan, transformers, Megatron-LM."""
 
 _CONTENTS = ("model", "hf_model", "optimizer", "extra")

@@ -126,6 +126,9 @@ def is_record(value: object, *names: str) -> TypeGuard[Record]:
     return isinstance(value, Record) and value.name in names
 
 
+_REBUILT = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor")
+
+
 @lru_cache(maxsize=1 << 14)
 def _is_shape(*sizes: object) -> bool:
     return all(type(n) is int and 0 <= n < 1 << 63 for n in sizes)
@@ -134,7 +137,7 @@ def _is_shape(*sizes: object) -> bool:
 def shape_of(value: object) -> Index:
     """Return a shape, given as a tuple or list of sizes; raises :class:`BrokenCheckpoint` for anything else."""
     try:
-        if isinstance(value, tuple | list) and _is_shape(*value):
+        if isinstance(value, (tuple, list)) and _is_shape(*value):
             return tuple(value)
     except TypeError:  # an unhashable size
         pass
@@ -146,8 +149,8 @@ def stored_tensor(value: Any) -> StoredTensor:
 
     Raises :class:`BrokenCheckpoint` when the record is no tensor, or its view reaches out of its storage.
     """
-    record = _unwrapped(value)
-    if not is_record(record, "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3") or len(record.args) < 4:
+    record = value if is_record(value, *_REBUILT) else _unwrapped(value)
+    if not is_record(record, *_REBUILT) or len(record.args) < 4:
         raise BrokenCheckpoint(f"{said(value)} stands where a tensor should", code="unreadable-pickle")
     kind, key, storage_bytes = _storage(record.args[0])
     dtype = dtype_name(record.args[6]) if record.name == "_rebuild_tensor_v3" else _STORAGE_DTYPES.get(kind, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -18,7 +19,7 @@ from ckpttool.cli.inspect import EVERY_TENSOR, inspect
 from ckpttool.cli.migrate import migrate
 from ckpttool.cli.options import PlainCommand, PlainGroup
 from ckpttool.cli.session import Session
-from ckpttool.errors import CkpttoolError
+from ckpttool.errors import CannotWrite, CkpttoolError, NotACheckpoint
 
 app = Typer(
     name="ckpttool",
@@ -83,6 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _of_the_system(error: OSError) -> CkpttoolError:
+    """Turn what the system refused and nobody foresaw into an error of its own kind: it is no bug of ours."""
+    where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return CannotWrite(f"{where}{error.strerror}", hint="Make room, or write somewhere else.")
+    return NotACheckpoint(
+        f"{where}{error.strerror}", hint="See what the system says about it, with --debug.", code="unreadable"
+    )
+
+
 def expand_tensors(arguments: list[str]) -> list[str]:
     """Let ``--tensors`` go without a value: alone, before another option, or before a path that exists."""
     expanded = []
@@ -106,7 +117,7 @@ def entry() -> None:
     code = main()
     try:
         sys.stdout.flush()
+        sys.stderr.flush()
     except BrokenPipeError:
-        sys.stderr.close()
         code = code or 1
-    sys.exit(code)
+    os._exit(code)  # nothing is left to do but to free a million small objects one by one

@@ -11,6 +11,7 @@ from ckpttool.formats.mesh import Mesh, Placement, local_box, read_mesh, read_pl
 from ckpttool.formats.torchzip import TorchZip, compressed
 from ckpttool.records import StoredTensor, dtype_name, is_record, shape_of, stored_tensor
 from ckpttool.tensors import DTYPE_BITS, Index, Piece, Place, Wrap, contiguous_strides, extent
+from ckpttool.unpickle import Record
 
 PLAIN = "replicated"
 """How a plain tensor is placed: every rank stores all of it."""
@@ -57,13 +58,14 @@ class RankReader:
 
     def held(self, value: Any) -> Held | None:
         """Return what the rank holds, or ``None`` for a value that is no tensor."""
-        if is_record(value, "_rebuild_from_type_v2") and len(value.args) == 4:
+        name = value.name if isinstance(value, Record) else ""
+        if name == "_rebuild_from_type_v2" and len(value.args) == 4:
             kind = getattr(value.args[1], "name", "")
             if kind == "DTensor":
                 return self._dtensor(value.args[2], value.args[3])
             if kind == "ShardedTensor":
                 return self._sharded(value.args[3])
-        if not is_record(value, "_rebuild_from_type_v2") and not getattr(value, "name", "").startswith("_rebuild"):
+        if not name.startswith("_rebuild"):
             self.other += 1
             return None
         local = stored_tensor(value)
@@ -87,12 +89,13 @@ class RankReader:
         if not isinstance(args, tuple) or len(args) < 3 or not isinstance(fields, dict):
             raise BrokenCheckpoint("a DTensor that is not written as torch writes it", code="unreadable-pickle")
         dtype, shape, spec = dtype_name(args[1]), shape_of(args[2]), fields.get("_spec")
-        if not is_record(spec, "DTensorSpec"):
+        if not is_record(spec, "DTensorSpec") or not isinstance(spec.state, dict):
             raise BrokenCheckpoint("a DTensor without a spec", code="unreadable-pickle")
-        meta = spec.get("tensor_meta")
+        said = spec.state.get
+        meta = said("tensor_meta")
         if is_record(meta, "TensorMeta") and meta.args and shape_of(meta.args[0]) != shape:
             raise BrokenCheckpoint(f"a DTensor of shape {shape} whose spec says {meta.args[0]}", code="shape-disagrees")
-        layout = self._layout(spec.get("mesh"), spec.get("placements"))
+        layout = self._layout(said("mesh"), said("placements"))
         local = stored_tensor(fields.get("_local_tensor"))
         offset, size = self._box(shape, layout)
         if local.size != size and 0 not in (*size, *local.size):
@@ -110,7 +113,7 @@ class RankReader:
         return self._boxes[key]
 
     def _layout(self, mesh: Any, placements: Any) -> Layout:
-        if not isinstance(placements, tuple | list):
+        if not isinstance(placements, (tuple, list)):
             raise BrokenCheckpoint("a DTensor without placements", code="unreadable-pickle")
         kinds = tuple(map(read_placement, placements))
         key = (id(mesh), *map(id, kinds))  # placements are made once, and the layout keeps them

@@ -15,6 +15,7 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint, UsageError
 from ckpttool.inspection import kinds, runs
+from ckpttool.inspection.access import HINT
 from ckpttool.inspection.search import only_candidate
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
@@ -44,7 +45,7 @@ def migrate(path: Path, options: Options, progress: Progress = lambda _bytes: No
         roles = find_roles(path)
         plans = [plan_role(role, options) for role in roles]
     except PermissionError as error:
-        raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
+        raise NotACheckpoint(f"{error.filename}: permission denied", hint=HINT, code="unreadable") from error
     _refuse_broken(path, plans, options)
     if options.dry_run:
         return Migration(path=str(path), done=False, roles=tuple(plans))

@@ -140,7 +140,7 @@ def _architecture(source: hf.HfSource | None) -> str | None:
 
 def _save_contents(parts: Collection[str], weights: bool) -> list[str]:
     """Return the words of ``save_contents`` that leave just these trees; see ``layout.expected_trees``."""
-    words = ["model"] if weights or {"model", "adapter"} & set(parts) else []
+    words = ["model"] if weights or "model" in parts else []
     words += ["hf_model"] if weights and "model" in parts else []
     words += ["optimizer"] if {"optimizer", "scheduler"} & set(parts) else []
     words += ["extra"] if "rng" in parts else []

@@ -182,7 +182,7 @@ def _plan_without_v1(role: Role) -> RolePlan:
     if not role.ours and not role.reasons and not megatron.same_archive_everywhere(role.path, archives):
         return _leave(role)
     _check_alike(role, archives)
-    if role.ours and manifests.is_v2(role.manifest):
+    if role.ours and manifests.is_v2(role.manifest) and not role.remains:
         _check_listed(role, TREES)
         return role.plan(megatron.V2, title, "nothing", trees=_changes(role, trees, {}, {}))
     needed = wanted(role.parts, archive=True, huggingface=False)
@@ -195,11 +195,13 @@ def _plan_without_v1(role: Role) -> RolePlan:
         do.MakeDirectory(STAGING),
         do.WriteFile(NEW_MANIFEST, manifests.render(composed)),
         do.Move(NEW_MANIFEST, layout.MANIFEST),
+        *([do.Move(layout.V1_ARCHIVE, GONE)] if role.remains else []),
         do.Sync("."),
         do.RemoveNames(STAGING),
     )
     changes = _changes(role, trees, {}, {})
-    return role.plan(megatron.V2, title, "adopt", mode=mode, trees=changes, steps=steps, manifest=composed)
+    action: Action = "finish" if role.remains else "adopt"
+    return role.plan(megatron.V2, title, action, mode=mode, trees=changes, steps=steps, manifest=composed)
 
 
 def _check_listed(role: Role, trees: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from ckpttool.formats.findings import listing
 from ckpttool.inspection.draft import under
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration.result import Action, RolePlan, TreeChange
-from ckpttool.migration.trees import filled, listing_of, parts_of
+from ckpttool.migration.trees import filled, is_part_of, listing_of, parts_of
 
 STAGING = layout.MIGRATION_STAGING
 NEW, OLD, V1, GONE = (f"{STAGING}/{name}" for name in ("new", "old", "v1", "gone"))
@@ -27,13 +27,17 @@ V1_NAMES = (layout.V1_ARCHIVE, layout.V1_HUGGINGFACE)
 
 @dataclass(slots=True)
 class Role:
-    """A role directory, read. ``manifest`` is empty where there is none."""
+    """A role directory, read. ``manifest`` is empty where there is none.
+
+    ``remains`` are files of ``dist_ckpt/`` that somebody was removing: the trees have all of them and more.
+    """
 
     path: Path
     manifest: dict[str, Any]
     v1: bool
     v1_hf: bool
     marks: tuple[tuple[str, int, int], ...] = ()
+    remains: bool = False
     archive: dcp.DcpSource | None = None
     parts: set[str] = field(default_factory=set)
     reasons: list[Problem] = field(default_factory=list)
@@ -88,9 +92,10 @@ def look(path: Path) -> Role:
         role.refuse(error.code, error.message, layout.MANIFEST, "Mend it or move it away; the migration replaces it.")
     where = layout.V1_ARCHIVE if role.v1 else next(iter(role.archives), None)
     if where is not None:
-        role.archive = dcp.open_(path / where)
+        archive = dcp.open_(path / where)
+        role.archive = _complete_tree(role, archive) or archive
         role.parts = parts_of(role.archive)
-        role.reasons += _errors(where, role.archive.problems)
+        role.reasons += _errors(role.archive.root.relative_to(path).as_posix(), role.archive.problems)
     for where in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE):
         if filled(path / where):
             role.reasons += _errors(where, hf.open_(path / where).problems)
@@ -99,6 +104,18 @@ def look(path: Path) -> Role:
     if other is not None and other.kind == "adapter-checkpoint":
         role.notes.append("adapter_checkpoint/ stays as it is: current verl does not load it from there")
     return role
+
+
+def _complete_tree(role: Role, archive: dcp.DcpSource) -> dcp.DcpSource | None:
+    """Return the tree that has all that is left of a broken ``dist_ckpt/``: verl's script removes it after copying."""
+    if not role.v1 or not _errors("", archive.problems):
+        return None
+    for tree in role.archives:
+        source = dcp.open_(role.path / tree)
+        if not _errors("", source.problems) and is_part_of(role.path / layout.V1_ARCHIVE, role.path / tree):
+            role.v1, role.remains = False, True
+            return source
+    return None
 
 
 def marks(path: Path) -> tuple[tuple[str, int, int], ...]:

@@ -127,6 +127,17 @@ def condition(role: Path, tree: str, source: str, *, by_bytes: bool = False) -> 
     return "whole" if whole and have.bytes == want.bytes else "partial"
 
 
+def is_part_of(path: Path, whole: Path) -> bool:
+    """Tell whether another directory has every file of this one, byte by byte, and more."""
+    have, want = listing_of(path), listing_of(whole)
+    names = [os.path.join(folder, name) for folder, files in have.folders.items() for name in files]  # noqa: PTH118
+    return (
+        not have.odd
+        and have.count < want.count
+        and all((whole / name).is_file() and cmp(path / name, whole / name, shallow=False) for name in names)
+    )
+
+
 def _link_condition(role: Path, path: Path, source: Path) -> Condition:
     if not path.exists():
         return "dangling link"

@@ -87,7 +87,8 @@ def _undoing(
     if role.ours:
         yield from _writing(manifests.render(manifests.being_undone(role.manifest)))
     for tree, name in back.items():
-        yield do.RemoveEmpty(name)
+        remains = role.remains and name == layout.V1_ARCHIVE
+        yield do.Move(name, f"{OLD}/{name}") if remains else do.RemoveEmpty(name)
         yield do.Move(tree, name)
     yield do.Sync(".")
     for tree in present:
