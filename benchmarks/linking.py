@@ -37,7 +37,8 @@ def measure(role: Path, ckpttool: str, runs: int) -> bool:
     for name, (ratio, limit) in ratios.items():
         word = "ok" if ratio <= limit else "OVER"
         print(
-            f"migrate, 10,000 files, {name:<13} against {len(trees)} x cp -al: ratio {ratio:.2f}   limit {limit}  {word}"
+            f"migrate, 10,000 files, {name:<13} against {len(trees)} x cp -al: "
+            f"ratio {ratio:.2f}   limit {limit}  {word}"
         )
     return all(ratio <= limit for ratio, limit in ratios.values())
 

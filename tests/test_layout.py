@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.formats.dcp import part_of
+from ckpttool.formats.dcpkeys import part_of
 from ckpttool.layout import (
     EXTRA,
     HUGGINGFACE,

@@ -274,13 +274,13 @@ def _can_mount() -> bool:
 mounting = pytest.mark.skipif(not _can_mount(), reason="mounting is not allowed here")
 
 ROOM = """
-mkdir "$role.small"; mount -t tmpfs -o {options} tmpfs "$role.small"
+before="$role.before"; mkdir "$role.small"; mount -t tmpfs -o {options} tmpfs "$role.small"
 cp -a "$role" "$role.small/actor"; role="$role.small/actor"
-(cd "$role"; find . -type f | sort | xargs md5sum) > /tmp/before.$$
+(cd "$role"; find . -type f | sort | xargs md5sum) > "$before"
 """
 SAME = f"""
 [ ! -e "$role/{STAGING}" ] && [ ! -e "$role/model" ] && [ ! -e "$role/ckpt_contents.json" ]
-(cd "$role"; find . -type f | sort | xargs md5sum) | diff - /tmp/before.$$; rm /tmp/before.$$
+(cd "$role"; find . -type f | sort | xargs md5sum) | diff - "$before"
 """
 
 

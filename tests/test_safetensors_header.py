@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ckpttool.errors import BrokenCheckpoint
-from ckpttool.formats.hf import DTYPES, read_safetensors
+from ckpttool.formats.safetensorsfile import DTYPES, read_safetensors
 from ckpttool.tensors import DTYPE_BITS
 
 Header = dict[str, Any]

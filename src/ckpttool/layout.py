@@ -123,7 +123,7 @@ def _state_trees(save_contents: Collection[str]) -> tuple[Tree, ...]:
 TREE_OF_PART: Mapping[str, str] = MappingProxyType(
     {"model": MODEL, "adapter": MODEL, "optimizer": OPTIMIZER, "scheduler": OPTIMIZER, "rng": EXTRA}
 )
-"""The tree in which a part of a mixed archive belongs (the words of :func:`ckpttool.formats.dcp.part_of`)."""
+"""The tree in which a part of a mixed archive belongs (the words of :func:`ckpttool.formats.dcpkeys.part_of`)."""
 
 
 def step_of(name: str) -> int | None:

@@ -77,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return session.fail(error)
     except _Terminated:
         return 128 + signal.SIGTERM
+    except OSError as error:
+        if session.debug:
+            raise
+        return session.fail(_of_the_system(error))
     except Exception as error:
         if session.debug:
             raise

@@ -20,6 +20,7 @@ from typing import Any
 
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
+from ckpttool.formats.dcpkeys import COMMON_FILE, is_megatron_key, part_of, writer
 from ckpttool.formats.findings import OTHER_NODES, Findings, listing
 from ckpttool.formats.jsonfile import read_object
 from ckpttool.records import METADATA_NAMES, dtype_name, is_record, shape_of
@@ -30,29 +31,11 @@ TORCH_DIST = "torch_dist"
 PLAIN_DCP = "dcp"
 METADATA_FILE = ".metadata"
 BACKEND_FILE = "metadata.json"
-COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 METADATA_MOST = 4 << 30
 """Bytes of the largest index that we read; ten million chunks have about 3 GB."""
 
 _DATA_FILE = re.compile(r".*__(\d+)_(\d+)\.distcp")
-_MEGATRON_KEY = re.compile(
-    r"self_attention\.(linear_(qkv|proj|q_|kv_)|core_attention)|mlp\.(linear_fc[12]|router|experts|shared_experts)\."
-    r"|\bembedding\.word_embeddings\.|_extra_state/shard_|^rng_state/shard_"
-)
-_COMBINED_KEY = re.compile(r"(model\.)?module\.")
-_PARTS = (
-    ("common", re.compile(r"common_state/shard_.*")),
-    ("extra_state", re.compile(r"(.*[./])?_extra_state(/shard_.*)?")),
-    ("rng", re.compile(r"(rng_state|rng_states|rng)([./].*)?")),
-    ("scheduler", re.compile(r"(opt_param_scheduler|lr_scheduler|lr_schedulers|scheduler)([./].*)?")),
-    ("dataloader", re.compile(r"(dataloader|train_dataloader|data_loader)([./].*)?")),
-    ("optimizer", re.compile(r"(chained_\d+\.)?(optimizer|optimizers|optim)([./].*)?")),
-    ("trainer", re.compile(r"(rerun_state_machine_state|train_state|trainer_state|progress|iteration)([./].*)?")),
-    ("adapter", re.compile(r".*(\.adapter\.|lora_[AB]\b|lora_embedding_[AB]\b|lora_magnitude_vector).*")),
-)
-_MCORE_PLAN = "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan"
-_MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +58,8 @@ class DcpSource:
     problems: tuple[Problem, ...]
 
     def part_of(self, name: str) -> str:
-        """Return what a key belongs to; see :func:`part_of`."""
+        """Return what a key belongs to; see :func:`ckpttool.formats.dcpkeys.part_of`."""
         return part_of(name)
-
-
-def part_of(key: str) -> str:
-    """Say what a key of an archive belongs to: ``model``, ``optimizer``, ``rng``, ``extra_state`` and so on."""
-    return next((part for part, pattern in _PARTS if pattern.fullmatch(key)), "model")
 
 
 def detect(path: Path) -> tuple[str, ...] | None:
@@ -128,7 +106,7 @@ def _open(path: Path) -> DcpSource:
     del metadata
     _check_files(path, storage, found)
     common, common_kind = _common(path, objects, found)
-    is_megatron = backend is not None or common_kind != "" or any(map(_is_megatron_key, (*tensors, *objects)))
+    is_megatron = backend is not None or common_kind != "" or any(map(is_megatron_key, (*tensors, *objects)))
     if is_megatron and backend is None:
         found.problems.append(_unfinished(path))
     if backend and "common_backend" in backend and not common_kind:
@@ -141,16 +119,11 @@ def _open(path: Path) -> DcpSource:
         backend=backend,
         unsharded=common,
         common_kind=common_kind,
-        writer=_writer(names, mcore_data is not None, common_kind) if is_megatron else "",
+        writer=writer(names, mcore_data is not None, common_kind) if is_megatron else "",
         ranks=len({_rank(place.file) for place in storage.values()} - {None}),
         flattened=_flattened(mcore_data),
         problems=found.all(),
     )
-
-
-def _is_megatron_key(key: str) -> bool:
-    """Tell keys of ``dist_checkpointing``; Megatron-FSDP's, of ``module.``, belong to archives without its markers."""
-    return bool(_MEGATRON_KEY.search(key)) and not _COMBINED_KEY.match(key)
 
 
 _COMMON_MISSING = Problem(
@@ -365,16 +338,3 @@ def _common(path: Path, objects: Mapping[str, Place], found: Findings) -> tuple[
         return None, kind
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     return (value if isinstance(value, dict) else None), kind
-
-
-def _writer(names: set[str], has_mcore_data: bool, common_kind: str) -> str:
-    """Say which megatron-core wrote the archive, as far as its marks tell."""
-    if common_kind == "common_state":
-        return "megatron-core 0.19 or newer"
-    if _MCORE_METADATA in names:
-        return "megatron-core 0.15"
-    if has_mcore_data:
-        return "megatron-core 0.12 to 0.14"
-    if _MCORE_PLAN in names:
-        return "megatron-core 0.12 to 0.15"
-    return "megatron-core 0.16 to 0.18" if common_kind == COMMON_FILE else ""

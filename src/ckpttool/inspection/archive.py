@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckpttool.formats import dcp
+from ckpttool.formats.dcpkeys import part_of
 from ckpttool.formats.findings import counted, listing
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Content
@@ -42,7 +43,7 @@ def archive_facts(draft: Draft, source: dcp.DcpSource) -> None:
         draft.facts.setdefault("written by", source.writer)
     if source.ranks:
         draft.facts.setdefault("world size", f"data files of {counted(source.ranks, 'rank')}")
-    layers = _layers({n: t for n, t in source.tensors.items() if dcp.part_of(n) == "model"})
+    layers = _layers({n: t for n, t in source.tensors.items() if part_of(n) == "model"})
     if layers:
         draft.facts.setdefault("layers", layers)
     optimizer = _optimizer_format(source.tensors.keys() | source.objects.keys())
@@ -76,7 +77,7 @@ def _layers(tensors: Mapping[str, TensorInfo]) -> str:
 
 def _optimizer_format(keys: Iterable[str]) -> str:
     """Name the format of the optimizer state by its keys."""
-    found = {key for key in keys if dcp.part_of(key) == "optimizer"}
+    found = {key for key in keys if part_of(key) == "optimizer"}
     if not found:
         return ""
     if any(".gbuf_idx_" in key for key in found):
@@ -94,7 +95,7 @@ def _is_flattened(source: dcp.DcpSource) -> bool:
     content = (source.unsharded or {}).get("content_metadata")
     if isinstance(content, dict) and content.get("distrib_optim_sharding_type") == "fully_sharded_model_space":
         return True
-    if any(dcp.part_of(key) == "optimizer" for key in source.flattened):
+    if any(part_of(key) == "optimizer" for key in source.flattened):
         return True
     states = ((m[2], info) for name, info in source.tensors.items() if (m := _STATE.fullmatch(name)))
     return any(name in source.tensors and source.tensors[name].shape != info.shape for name, info in states)

@@ -7,6 +7,8 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from ckpttool.formats import dcp, fsdp, hf, torchzip
+from ckpttool.formats.dcpkeys import COMMON_FILE
+from ckpttool.formats.safetensorsfile import read_safetensors
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Inspection
 from ckpttool.inspection.sections import Section
@@ -15,7 +17,7 @@ from ckpttool.inspection.suggestions import inspect_command
 _BY_NAME = {
     dcp.METADATA_FILE: "index of a torch distributed checkpoint",
     dcp.BACKEND_FILE: "Megatron's marker of a finished torch_dist save",
-    dcp.COMMON_FILE: "unsharded state of a Megatron checkpoint",
+    COMMON_FILE: "unsharded state of a Megatron checkpoint",
     hf.CONFIG: "Hugging Face model configuration",
     hf.ADAPTER_CONFIG: "PEFT adapter configuration",
     fsdp.CONFIG_FILE: "verl's note of FSDP version and world size",
@@ -76,7 +78,7 @@ def _safetensors(draft: Draft, path: Path) -> None:
     draft.kind, draft.title = "safetensors", "safetensors file"
     draft.next = ()
     try:
-        tensors = hf.read_safetensors(path)
+        tensors = read_safetensors(path)
     except BrokenCheckpoint as error:
         draft.fault(error.code, error.message, hint=error.hint)
         return

@@ -44,7 +44,7 @@ def add_manifest(draft: Draft) -> None:
     if version != layout.SCHEMA_VERSION:
         draft.note("old-manifest", f"{layout.MANIFEST} has schema version {version}, not {layout.SCHEMA_VERSION}")
         return
-    if not saved:
+    if not saved and not backend.get("peft"):
         draft.fault("bad-manifest", f"{layout.MANIFEST} has no save_contents, so it vouches for nothing")
     _check_trees(draft, trees)
     _check_claims(draft, claims, trees)

@@ -10,6 +10,7 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.errors import Problem
 from ckpttool.formats import dcp, foreign
+from ckpttool.formats.dcpkeys import part_of
 from ckpttool.formats.findings import listing
 from ckpttool.inspection.access import add_closed, closed, is_directory
 from ckpttool.inspection.archive import archive_facts
@@ -195,7 +196,7 @@ def _links(path: Path, trees: list[str]) -> str:
 def _missing_trees(draft: Draft, trees: list[str]) -> list[str]:
     """Return the trees that the parts of a mixed archive ask for and that are not there in full."""
     archives = [s.source for s in draft.sections if isinstance(s.source, dcp.DcpSource)]
-    parts = {dcp.part_of(name) for source in archives for name in (*source.tensors, *source.objects)}
+    parts = {part_of(name) for source in archives for name in (*source.tensors, *source.objects)}
     wanted = {layout.TREE_OF_PART[part] for part in parts if part in layout.TREE_OF_PART}
     broken = set(filter(partial(_is_broken, draft), trees))
     missing = sorted(tree for tree in wanted if tree not in trees or tree in broken)

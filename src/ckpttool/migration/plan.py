@@ -14,7 +14,7 @@ from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
 from ckpttool.migration.result import Action, Mode, Options, RolePlan, TreeChange
 from ckpttool.migration.role import GONE, NEW, NEW_MANIFEST, OLD, STAGING, TREES, V1, V1_NAMES, Role, look
-from ckpttool.migration.trees import Condition, condition, filled, flat, kinship, listing_of, wanted
+from ckpttool.migration.trees import Condition, condition, filled, flat, kinship, wanted
 from ckpttool.migration.undoing import plan_undo
 
 _LINKS = ("absolute link", "dangling link")
@@ -96,7 +96,7 @@ def _plan_trees(
         do.Sync("."),
         do.RemoveNames(STAGING),
     )
-    copied = sum(listing_of(role.path / source).bytes for source in to_make.values()) if options.mode == "copy" else 0
+    copied = sum(role.listing(source).bytes for source in to_make.values()) if options.mode == "copy" else 0
     role.notes += [f"{tree}/ goes: the archive holds nothing that belongs there" for tree in go]
     return role.plan(
         megatron.V1,
@@ -162,7 +162,7 @@ def _building(role: Role, target: str, source: str, mode: Mode) -> Iterator[do.S
     if mode == "symlink":
         yield do.LinkDirectory(target, f"../{source}")
         return
-    for folder, names in listing_of(role.path / source).folders.items():
+    for folder, names in role.listing(source).folders.items():
         below = f"/{folder}" if folder else ""
         yield do.MakeDirectory(target + below, like=source + below)
         if names:

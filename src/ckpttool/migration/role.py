@@ -15,7 +15,7 @@ from ckpttool.formats.findings import listing
 from ckpttool.inspection.draft import under
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration.result import Action, RolePlan, TreeChange
-from ckpttool.migration.trees import filled, is_part_of, listing_of, parts_of
+from ckpttool.migration.trees import Listing, filled, is_part_of, listing_of, parts_of
 
 STAGING = layout.MIGRATION_STAGING
 NEW, OLD, V1, GONE = (f"{STAGING}/{name}" for name in ("new", "old", "v1", "gone"))
@@ -42,6 +42,13 @@ class Role:
     parts: set[str] = field(default_factory=set)
     reasons: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _listings: dict[str, Listing] = field(default_factory=dict)
+
+    def listing(self, name: str) -> Listing:
+        """Return the files of a directory, looked at once: an archive may have ten thousand."""
+        if name not in self._listings:
+            self._listings[name] = listing_of(self.path / name)
+        return self._listings[name]
 
     @property
     def ours(self) -> bool:
@@ -77,8 +84,7 @@ class Role:
 
     def change(self, tree: str, source: str, change: str) -> TreeChange:
         """Describe a tree with the files of its source, or its own where the source is gone."""
-        here = self.path / (source if source and (self.path / source).is_dir() else tree)
-        held = listing_of(here)
+        held = self.listing(source if source and (self.path / source).is_dir() else tree)
         return TreeChange(tree, source, self.holds(tree), change, held.count, held.bytes)
 
 
@@ -136,7 +142,7 @@ def _refuse_links(role: Role) -> None:
         if (role.path / name).is_symlink():
             role.refuse("linked-directory", f"{name} is a symbolic link: nothing is made or removed through it", name)
     for source in V1_NAMES:
-        odd = listing_of(role.path / source).odd if (role.path / source).is_dir() else ()
+        odd = role.listing(source).odd
         if odd:
             role.refuse(
                 "odd-entry",

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from ckpttool import layout
 from ckpttool.formats import dcp
+from ckpttool.formats.dcpkeys import part_of
 from ckpttool.migration.result import Mode
 
 Condition = Literal["absent", "empty", "whole", "partial", "foreign", "absolute link", "dangling link"]
@@ -86,8 +87,8 @@ def kinship(role: Path, tree: str, source: str) -> Mode:
 
 
 def parts_of(source: dcp.DcpSource) -> set[str]:
-    """Return what an archive holds, in the words of :func:`ckpttool.formats.dcp.part_of`."""
-    parts = {dcp.part_of(name) for name in (*source.tensors, *source.objects)}
+    """Return what an archive holds, in the words of :func:`ckpttool.formats.dcpkeys.part_of`."""
+    parts = {part_of(name) for name in (*source.tensors, *source.objects)}
     if {"lr_scheduler", "opt_param_scheduler"} & set(source.unsharded or {}):
         parts.add("scheduler")
     return parts
