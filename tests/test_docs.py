@@ -56,7 +56,7 @@ def _codes() -> set[str]:
             if isinstance(node, ast.Call):
                 found |= {k.value.value for k in node.keywords if k.arg == "code" and _text(k.value)}  # type: ignore[attr-defined]
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-                if name in ("group", "fault", "note") and len(node.args) > 1 and _text(node.args[0]):
+                if name in ("group", "fault", "note", "refuse") and len(node.args) > 1 and _text(node.args[0]):
                     found.add(node.args[0].value)  # type: ignore[attr-defined]
     return found - {""}
 

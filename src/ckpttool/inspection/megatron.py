@@ -142,7 +142,7 @@ def _note_migration(draft: Draft) -> None:
     if (draft.path / layout.MIGRATION_STAGING).is_dir():
         draft.note(
             "migration-interrupted",
-            f"{layout.MIGRATION_STAGING}/ is what a migration left that was killed; it holds extra names only",
+            f"{layout.MIGRATION_STAGING}/ is what a migration left that was killed; do not remove it by hand",
             hint="ckpttool migrate finishes it, ckpttool migrate --undo takes it back.",
         )
 
