@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from ckpttool import __version__, demo
 from ckpttool.cli import app, expand_tensors, main
 from ckpttool.errors import CkpttoolError
 from ckpttool.inspection.suggestions import COMMANDS
+from ckpttool.render import terminal
+from ckpttool.telling import tell
 from tests.conftest import Call
 
 Run = Callable[..., Call]
@@ -144,6 +148,16 @@ def test_color_only_where_asked_or_on_a_terminal(ckpttool: Run, data: Path) -> N
 def test_piped_lines_have_no_trailing_spaces(ckpttool: Run, data: Path) -> None:
     lines = ckpttool("inspect", data / "megatron" / "mcore0.16-het-tp1").out.splitlines()
     assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_a_long_look_says_at_what_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE", -1.0)
+    for color, expected in (("always", ["looking at run/a\\x1b[31m"]), ("never", [])):
+        out = io.StringIO()
+        with terminal.watching(terminal.console(out, color)):
+            time.sleep(0.15)
+            tell("run/a\x1b[31m")
+        assert re.findall(r"looking at \S+", out.getvalue()) == expected
 
 
 def test_demo_walks_through_the_commands(ckpttool: Run, tmp_path: Path) -> None:

@@ -19,22 +19,27 @@ MOST_LINES = 400
 # A layer may import itself and what is named here; a module belongs to the longest name that begins it.
 LAYERS: dict[str, set[str]] = {
     "ckpttool.errors": set(),
+    "ckpttool.telling": set(),
     "ckpttool.tensors": set(),
     "ckpttool.opcodes": {"ckpttool.errors"},
     "ckpttool.unpickle": {"ckpttool.opcodes", "ckpttool.errors"},
     "ckpttool.records": {"ckpttool.unpickle", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.formats": {
         *("ckpttool.records", "ckpttool.unpickle", "ckpttool.opcodes", "ckpttool.tensors", "ckpttool.errors"),
+        "ckpttool.telling",
     },
     "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.source": {"ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.inspection": {
         *("ckpttool.source", "ckpttool.formats", "ckpttool.layout", "ckpttool.tensors", "ckpttool.errors"),
         "ckpttool.unpickle",  # to pause the collector
+        "ckpttool.telling",
     },
     "ckpttool.migration": {"ckpttool.inspection", "ckpttool.formats", "ckpttool.layout", "ckpttool.errors"},
     "ckpttool.demo": {"ckpttool.errors"},
-    "ckpttool.render": {"ckpttool.inspection", "ckpttool.migration", "ckpttool.demo", "ckpttool.errors"},
+    "ckpttool.render": {
+        *("ckpttool.inspection", "ckpttool.migration", "ckpttool.demo", "ckpttool.errors", "ckpttool.telling"),
+    },
     "ckpttool.cli": {
         *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.demo", "ckpttool.errors"),
     },

@@ -37,18 +37,19 @@ def inspect(
     from ckpttool.inspection import inspect as look
     from ckpttool.inspection.suggestions import only_row
     from ckpttool.render.inspection import show_inspection
-    from ckpttool.render.terminal import envelope
+    from ckpttool.render.terminal import envelope, watching
 
     if not path:
         raise UsageError("an empty path", hint="Is the variable set? The working directory is '.'.")
-    if step is None and role is None:
-        found = look(Path(path), tensors=tensors)
-    else:
-        from ckpttool.inspection.choice import inspect_chosen
+    with watching(ctx.obj.err):
+        if step is None and role is None:
+            found = look(Path(path), tensors=tensors)
+        else:
+            from ckpttool.inspection.choice import inspect_chosen
 
-        found = inspect_chosen(Path(path), step, role, tensors=tensors)
-    if tensors is not None and found.run is not None:
-        found = look(only_row(found, tensors), tensors=tensors)
+            found = inspect_chosen(Path(path), step, role, tensors=tensors)
+        if tensors is not None and found.run is not None:
+            found = look(only_row(found, tensors), tensors=tensors)
     code = 7 if found.refused else 1 if strict and not found.whole else 0
     if json:
         data = envelope("inspect", ok=code == 0, data=found.as_json(), problems=found.problems)

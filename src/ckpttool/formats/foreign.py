@@ -78,7 +78,7 @@ def detect(path: Path) -> Foreign | None:
     if any(os.path.isfile(path / name / ".zarray") for name in names[:64]):  # noqa: PTH113 - closed ones are no error
         return Foreign("zarr", "zarr checkpoint", (".zarray",), _BACKENDS["zarr"])
     for kind, title, pattern, hint in _BY_NAME:
-        hits = [name for name in names if pattern.fullmatch(name)]
+        hits = [name for name in (*names, path.name) if pattern.fullmatch(name)]
         if hits:
             return Foreign(kind, title, _evidence(hits), hint)
     return None

@@ -21,6 +21,7 @@ from ckpttool.formats.jsonfile import read_object
 from ckpttool.formats.mesh import Mesh
 from ckpttool.formats.rank import PLAIN, WHOLE, Held, RankReader
 from ckpttool.records import SHARD_NAMES
+from ckpttool.telling import tell
 from ckpttool.tensors import Index, Piece, Place, TensorInfo, tiling_faults
 from ckpttool.unpickle import loads, name_of
 
@@ -110,6 +111,7 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
     meshes: list[Mesh] = []
     read = []
     for rank, name in files.ranks("model", size).items():
+        tell(f"{path.name}/{name}")
         try:
             _read_rank(path / name, rank, held, unread, meshes, found)
             read.append(rank)

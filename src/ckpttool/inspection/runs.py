@@ -12,6 +12,7 @@ from ckpttool.formats.torchzip import read_range
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta
 from ckpttool.inspection.draft import Draft, refusals_of, role_of
 from ckpttool.inspection.result import Inspection, Run, StepRow
+from ckpttool.telling import tell
 
 TRACKERS = (layout.TRACKER, "latest_ckpt_global_step.txt")
 """Tracker files: verl and Megatron-LM, SkyRL."""
@@ -81,6 +82,7 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
     where = str(path.relative_to(base))
     step = layout.step_of(path.name)
     step = layout.step_of(path.parent.name) if step is None else step
+    tell(where)
     try:
         with refusals_of(where):
             found = look(path)

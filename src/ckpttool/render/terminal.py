@@ -20,9 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.telling import listening
 
 ENVELOPE_VERSION = 1
 PIPED_WIDTH = 120
+PATIENCE = 0.5
+"""Seconds after which one wants to know what is going on."""
+
 WIDE = 110
 """Columns from which tables show everything."""
 
@@ -162,6 +166,31 @@ def show_problem(problem: Problem) -> Table:
     if problem.hint:
         grid.add_row("", Text(clean(problem.hint), "dim"))
     return grid
+
+
+@contextmanager
+def watching(out: Console) -> Iterator[None]:
+    """Show on a terminal what is being looked at, when that takes longer than a moment."""
+    started = last = time.monotonic()
+
+    def show(what: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - started > PATIENCE and now - last > 0.1:
+            last = now
+            out.file.write(f"\r\x1b[Klooking at {clean(what)[: out.width - 12]}")
+            out.file.flush()
+
+    if not out.is_terminal:
+        yield
+        return
+    with listening(show):
+        try:
+            yield
+        finally:
+            if last > started:
+                out.file.write("\r\x1b[K")
+                out.file.flush()
 
 
 @contextmanager
