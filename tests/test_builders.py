@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests import builders
 from tests.writers.reading import part_of, read_metadata, shards
 

@@ -100,7 +100,7 @@ def test_two_files_have_swapped_their_names(tmp_path: Path, data: Path, name: st
     (role / "other").rename(role / shard(2))
     found = inspect(role)
     assert set(faults(found)) == {"rank-disagrees"}
-    assert {told.message.partition(":")[0] for told in found.faults} == {"rank 0", "rank 2"}
+    assert {told.message.partition(":")[0] for told in found.faults} == {"rank 0, 2"}
 
 
 def test_a_file_in_the_format_before_zip(role: Path) -> None:

@@ -145,7 +145,8 @@ def test_a_tensor_lies_in_two_files_of_a_set(sharded: Path) -> None:
     (sharded / INDEX).unlink()
     save_file({**HALVES[SECOND], "model.layers.0.w": torch.zeros(4, 4)}, sharded / SECOND)
     found = inspect(sharded)
-    assert faults(found) == ["tensor-twice"]
+    assert faults(found) == ["index-missing", "tensor-twice"]
+    assert "transformers does not load the 2 files" in problem(found, "index-missing").message
     assert problem(found, "tensor-twice").message.endswith(": model.layers.0.w")
 
 

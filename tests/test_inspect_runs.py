@@ -206,7 +206,8 @@ def test_space_around_the_step_does_not_matter(run: Path, text: str) -> None:
 def test_no_tracker(run: Path) -> None:
     (run / TRACKER).unlink()
     found = inspect(run)
-    assert (found.kind, found.state, found.problems) == ("verl-run", "complete", ())
+    assert (found.kind, found.state, codes(found)) == ("verl-run", "complete", ["tracker-missing"])
+    assert problem(found, "tracker-missing").hint == "echo 20 > latest_checkpointed_iteration.txt"
     assert found.run is not None
     assert (found.run.tracker_file, found.run.latest_complete) == (None, 20)
 

@@ -136,7 +136,8 @@ def test_the_listing_names_trees_and_what_comes_next(role: Path, ckpttool: Run) 
     done = ckpttool("migrate", role).out
     for out in (planned, done):
         assert all(tree in out for tree in (*layout.ARCHIVES, layout.HUGGINGFACE))
-    assert f"ckpttool migrate --undo {role}" in done
+    assert f"ckpttool migrate {role} --undo" in done
+    assert f"  ckpttool migrate {role}\n" in planned
     assert "overwrites all of them" in done
 
 

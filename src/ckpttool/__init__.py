@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Refused
+
 if TYPE_CHECKING:
     from ckpttool.inspection import inspect
     from ckpttool.source import open_checkpoint
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "inspect", "open_checkpoint"]
+__all__ = [
+    "BrokenCheckpoint",
+    "CkpttoolError",
+    "NotACheckpoint",
+    "Refused",
+    "__version__",
+    "inspect",
+    "open_checkpoint",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -35,9 +35,9 @@ def write_demo(root: Path, *, force: bool = False) -> Demo:
 
     Raises :class:`CannotWrite` when ``root`` exists, unless ``force`` replaces it.
     """
-    if root.exists() and not force:
+    if os.path.lexists(root) and not force:
         raise CannotWrite(f"{root}: exists already", hint="Name another folder, or replace it with --force.")
-    if root.exists() and not _is_demo(root):
+    if os.path.lexists(root) and not _is_demo(root):
         raise CannotWrite(f"{root}: is no demo of ckpttool, so --force does not replace it")
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -50,6 +50,8 @@ def write_demo(root: Path, *, force: bool = False) -> Demo:
         if root.exists():
             shutil.rmtree(root)
         staging.rename(root)
+    except shutil.Error as error:  # every file that could not be copied, with its reason
+        raise CannotWrite(f"{root}: {error.args[0][0][2]}") from error
     except OSError as error:
         raise CannotWrite(f"{root}: {error.strerror}") from error
     finally:

@@ -41,7 +41,7 @@ class Source(Protocol):
         """Say what a tensor or object belongs to: ``model``, ``adapter``, ``optimizer``, ``rng`` and so on."""
 
 
-def open_checkpoint(path: Path) -> Source:
+def open_checkpoint(path: Path | str) -> Source:
     """Open the one checkpoint that lies directly in a directory.
 
     Raises :class:`NotACheckpoint` where no format recognises it, :class:`~ckpttool.errors.Refused` for a pickle that
@@ -49,6 +49,7 @@ def open_checkpoint(path: Path) -> Source:
     """
     from ckpttool.formats import dcp, fsdp, hf
 
+    path = Path(path)
     if not path.is_dir():
         raise NotACheckpoint(f"{path}: no such directory")
     if fsdp.detect(path) is not None:
@@ -57,4 +58,7 @@ def open_checkpoint(path: Path) -> Source:
         return dcp.open_(path)
     if hf.detect(path) is not None:
         return hf.open_(path)
-    raise NotACheckpoint(f"{path}: no FSDP shards, no distributed checkpoint, no Hugging Face model lie directly in it")
+    raise NotACheckpoint(
+        f"{path}: no FSDP shards, no distributed checkpoint, no Hugging Face model lie directly in it",
+        hint="A Megatron role keeps its archives in dist_ckpt/ or model/dist_ckpt/; ckpttool inspect shows where.",
+    )

@@ -31,10 +31,10 @@ app = Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect", cls=PlainCommand, short_help="What is it, is it whole, what is in it, what next.")(inspect)
-app.command("migrate", cls=PlainCommand, short_help="verl's Megatron layout v1 to v2, in place.")(migrate)
+app.command("migrate", cls=PlainCommand, short_help="Megatron layout v1 of verl to v2, in place.")(migrate)
 app.command("demo", cls=PlainCommand, short_help="Try the commands on small real checkpoints.")(demo)
 
-BUG = 70
+INTERRUPTED = 130
 REPORT = "Please report it with the output of the same command and --debug: see CONTRIBUTING.md."
 
 
@@ -72,11 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         app(args=arguments, prog_name="ckpttool", obj=session)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
+        code = end.code if isinstance(end.code, int) else 0
+        return session.stopped(code) if code == INTERRUPTED else code
     except CkpttoolError as error:
         return session.fail(error)
     except _Terminated:
-        return 128 + signal.SIGTERM
+        return session.stopped(128 + signal.SIGTERM)
     except OSError as error:
         if session.debug:
             raise

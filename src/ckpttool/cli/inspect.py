@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
-from ckpttool.cli.options import Color, Json, Quiet, check_color
-from ckpttool.errors import UsageError
+from ckpttool.cli.options import Color, Json, Quiet, check_color, check_path
 
 EVERY_TENSOR = "*"
 
@@ -21,7 +19,10 @@ def inspect(
         str | None,
         Option("--tensors", metavar="[GLOB]", help="List tensors, all or those whose name matches GLOB ('*norm*')."),
     ] = None,
-    step: Annotated[str | None, Option("--step", metavar="N|latest", help="Choose a step of a run.")] = None,
+    step: Annotated[
+        str | None,
+        Option("--step", metavar="N|latest", help="Choose a step of a run; latest is the newest complete one."),
+    ] = None,
     role: Annotated[str | None, Option("--role", metavar="NAME", help="Choose a role of a step (actor).")] = None,
     strict: Annotated[bool, Option("--strict", help="Exit with 1 unless it is complete.")] = False,
     json: Json = False,
@@ -39,15 +40,14 @@ def inspect(
     from ckpttool.render.inspection import show_inspection
     from ckpttool.render.terminal import envelope, watching
 
-    if not path:
-        raise UsageError("an empty path", hint="Is the variable set? The working directory is '.'.")
+    where = check_path(path)
     with watching(ctx.obj.err):
         if step is None and role is None:
-            found = look(Path(path), tensors=tensors)
+            found = look(where, tensors=tensors)
         else:
             from ckpttool.inspection.choice import inspect_chosen
 
-            found = inspect_chosen(Path(path), step, role, tensors=tensors)
+            found = inspect_chosen(where, step, role, tensors=tensors)
         if tensors is not None and found.run is not None:
             found = look(only_row(found, tensors), tensors=tensors)
     code = 7 if found.refused else 1 if strict and not found.whole else 0

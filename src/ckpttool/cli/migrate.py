@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
-from ckpttool.cli.options import Color, DryRun, Json, NoProgress, check_color, one_of
+from ckpttool.cli.options import Color, DryRun, Json, NoProgress, check_color, check_path, one_of
 
 MODES = ("hardlink", "symlink", "copy")
 FALLBACKS = ("symlink", "copy")
@@ -48,6 +47,7 @@ def migrate(
     """
     session = ctx.obj
     session.begin("migrate", json=json, color=check_color(color))
+    session.when_stopped = "stopped; the names of layout v1 are safe: the same command finishes, --undo takes it back"
     from ckpttool.migration import Options, migrate
     from ckpttool.migration.result import MODES
     from ckpttool.render.migration import show_migration
@@ -62,7 +62,7 @@ def migrate(
         dry_run=dry_run,
     )
     with progress("copied", session.err, shown=not (no_progress or json)) as advance:
-        result = migrate(Path(path), options, advance)
+        result = migrate(check_path(path), options, advance)
     refused = [plan for plan in result.roles if plan.action == "refuse"]
     code = 4 if refused else 0
     problems = [reason for plan in refused for reason in plan.reasons]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from typer import Option
@@ -73,6 +74,13 @@ def one_of(option: str, value: str, words: Sequence[Word]) -> Word:
         if value == word:
             return word
     raise UsageError(f"{option} {value}: not one of {', '.join(words)}")
+
+
+def check_path(path: str) -> Path:
+    """Return a path; raises :class:`UsageError` for an empty one, which is an unset variable of a shell."""
+    if not path:
+        raise UsageError("an empty path", hint="Is the variable set? The working directory is '.'.")
+    return Path(path)
 
 
 def check_color(color: str) -> str:

@@ -21,6 +21,7 @@ class Session:
     json: bool = False
     debug: bool = False
     color: str = "auto"
+    when_stopped: str = ""
     run: Callable[[list[str]], int] | None = None
 
     def begin(self, command: str, *, json: bool, color: str) -> None:
@@ -40,6 +41,12 @@ class Session:
         from ckpttool.render import terminal
 
         return terminal.console(sys.stderr, self.color)
+
+    def stopped(self, code: int) -> int:
+        """Say what a command that was stopped by a signal leaves behind, and return the exit code."""
+        if self.when_stopped:
+            sys.stderr.write(f"\n{self.when_stopped}\n")
+        return code
 
     def fail(self, error: CkpttoolError) -> int:
         """Show an error and return its exit code."""

@@ -16,20 +16,26 @@ class Findings:
     """Problems of one checkpoint, gathered so that a thousand tensors of one kind make one line."""
 
     problems: list[Problem] = field(default_factory=list)
-    grouped: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    grouped: dict[tuple[str, str], tuple[dict[str, None], set[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: ({}, set()))
+    )
 
     def of(self, error: CkpttoolError, path: str) -> None:
         """Record an error as a problem of one file."""
         self.problems.append(Problem(code=error.code, message=error.message, hint=error.hint, path=path))
 
-    def group(self, code: str, message: str, name: str) -> None:
-        """Record that this is so of one more tensor."""
-        self.grouped[code, message].append(name)
+    def group(self, code: str, message: str, name: str, rank: int | None = None) -> None:
+        """Record that this is so of one more tensor, on one more rank."""
+        names, seen = self.grouped[code, message]
+        names[name] = None
+        if rank is not None:
+            seen.add(rank)
 
     def all(self) -> tuple[Problem, ...]:
         """Return everything found."""
         lines = [
-            Problem(code=code, message=f"{text}: {listing(names)}") for (code, text), names in self.grouped.items()
+            Problem(code=code, message=f"{f'rank {ranges(seen)}: ' if seen else ''}{text}: {listing(names)}")
+            for (code, text), (names, seen) in self.grouped.items()
         ]
         return (*self.problems, *lines)
 

@@ -245,6 +245,19 @@ def _damage(error: CkpttoolError, name: str, others: set[int]) -> Problem:
     return Problem(code=error.code, message=error.message + beside, hint=error.hint, path=name)
 
 
+def count_entries(archive: torchzip.TorchZip) -> int:
+    """Return how many entries the state dict of one rank has; raises like :func:`open_` for one that is none."""
+    return len(_state(archive))
+
+
+def _state(archive: torchzip.TorchZip) -> dict[Any, Any]:
+    name = archive.path.name
+    state, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=name)
+    if not isinstance(state, dict):
+        raise BrokenCheckpoint(f"{name}: holds {type(state).__name__}, not a state dict", code="no-state-dict")
+    return state
+
+
 def _read_rank(
     path: Path,
     rank: int,
@@ -254,17 +267,14 @@ def _read_rank(
     found: Findings,
 ) -> None:
     archive = _open_shard(path)
-    state, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=path.name)
-    if not isinstance(state, dict):
-        raise BrokenCheckpoint(f"{path.name}: holds {type(state).__name__}, not a state dict", code="no-state-dict")
     reader = RankReader(archive, rank)
-    for name, value in state.items():
+    for name, value in _state(archive).items():
         try:
             entry = reader.held(value)
         except Refused:
             raise
         except BrokenCheckpoint as error:
-            found.group(error.code, f"rank {rank}: {error.message}", name_of(name))
+            found.group(error.code, error.message, name_of(name), rank)
             unread.add((name_of(name), rank))
             continue
         if entry is not None:

@@ -16,7 +16,7 @@ from typing import Any
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
 from ckpttool.formats.findings import Findings, listing
-from ckpttool.formats.hfindex import check_index, check_numbering, check_twice
+from ckpttool.formats.hfindex import check_index, check_index_there, check_numbering, check_twice
 from ckpttool.formats.jsonfile import INDEX_MOST, read_object
 from ckpttool.formats.rank import RankReader
 from ckpttool.formats.safetensorsfile import read_safetensors
@@ -115,6 +115,7 @@ def open_(path: Path) -> HfSource:
             found.of(error, name)
     check_numbering(weights, found)
     check_twice(by_file, found)
+    check_index_there(on_disk, names, found)
     for index in INDEXES:
         if index in names:
             check_index(path, index, on_disk, by_file, found)

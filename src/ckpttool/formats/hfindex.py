@@ -33,6 +33,15 @@ def check_numbering(weights: list[str], found: Findings) -> None:
             )
 
 
+def check_index_there(weights: list[str], names: list[str], found: Findings) -> None:
+    """Report shards without the index that says which tensor lies where: transformers does not load them."""
+    for stem, index in (("model", "model.safetensors.index.json"), ("pytorch_model", "pytorch_model.bin.index.json")):
+        shards = [name for name in weights if (match := _NUMBERED.fullmatch(name)) and match[1] == stem]
+        if len(shards) > 1 and index not in names:
+            message = f"{index} is missing; without it transformers does not load the {len(shards)} files"
+            found.problems.append(Problem(code="index-missing", path=index, message=message))
+
+
 def check_twice(by_file: Mapping[str, Mapping[str, TensorInfo]], found: Findings) -> None:
     """Report tensors that two files of one numbered set hold; other files that lie together need not be one model."""
     first: dict[tuple[str, str], str] = {}

@@ -129,7 +129,7 @@ class RankReader:
         recorded = record.get("_coordinate_on_dim")
         if coordinate is None or (recorded is not None and shape_of(recorded) != coordinate):
             raise BrokenCheckpoint(
-                f"the file is named rank {self.rank}, its tensors were saved by another rank", code="rank-disagrees"
+                "the file is named for one rank, its tensors were saved by another", code="rank-disagrees"
             )
         axes = zip(placements, mesh.names, mesh.shape, strict=False)
         return Layout(mesh, coordinate, placements, ", ".join(f"{p} over {name}={n}" for p, name, n in axes))

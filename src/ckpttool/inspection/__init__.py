@@ -13,7 +13,7 @@ from ckpttool.unpickle import collector_paused
 __all__ = ["Inspection", "inspect"]
 
 
-def inspect(path: Path, *, tensors: str | None = None) -> Inspection:
+def inspect(path: Path | str, *, tensors: str | None = None) -> Inspection:
     """Say what lies at a path. ``tensors`` is a glob of the tensors to list.
 
     Raises :class:`~ckpttool.errors.NotACheckpoint` for a path that is absent, unreadable or no checkpoint,

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.errors import Problem, Refused
+from ckpttool.formats.findings import listing
 from ckpttool.inspection import summary
 from ckpttool.inspection.result import Content, Inspection, Manifest, Ranks, Run, State, Suggestion
 from ckpttool.inspection.sections import Section, contents, rows
 from ckpttool.inspection.suggestions import suggest
-from ckpttool.tensors import TensorInfo
+from ckpttool.tensors import Place, TensorInfo
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +59,9 @@ class Draft:
 
     def finish(self, pattern: str | None = None) -> Inspection:
         """Count, measure and freeze. ``pattern`` selects the tensors to list."""
-        model = _model_tensors(self.sections)
+        model, tied = _once(_model_tensors(self.sections))
+        if tied:
+            self.facts["tied"] = f"{listing(tied, 3)} (one storage, counted once)"
         disk, dangling = summary.disk(self.path)
         problems = (*self.problems, *dangling)
         faults = [p for p in problems if p.severity == "error"]
@@ -110,6 +113,20 @@ def _model_tensors(sections: list[Section]) -> list[TensorInfo]:
             if tensors:
                 return tensors
     return []
+
+
+def _once(tensors: list[TensorInfo]) -> tuple[list[TensorInfo], list[str]]:
+    """Leave out tensors that are another name of the same storage, as tied embeddings are in a shard."""
+    first: dict[tuple[Place, ...], str] = {}
+    kept, tied = [], []
+    for tensor in tensors:
+        places = tuple(piece.place for piece in tensor.pieces)
+        other = first.setdefault(places, tensor.name) if places else tensor.name
+        if other == tensor.name:
+            kept.append(tensor)
+        else:
+            tied.append(f"{tensor.name} is {other}")
+    return kept, tied
 
 
 def role_of(path: Path) -> str | None:

@@ -48,8 +48,8 @@ def inspect_file(path: Path, tensors: str | None = None) -> Inspection:
     draft.facts["size"] = f"{size:,} bytes"
     draft.next = (inspect_command(str(path.parent), "the directory that it belongs to"),)
     if match := fsdp.SHARD_FILE.fullmatch(path.name):
-        draft.title = f"one FSDP file ({match[1]}) of rank {match[2 + 1]} in a world of {match[2]}"
-        _check_archive(draft, path)
+        draft.title = f"one FSDP file ({match[1]}) of rank {match[3]} in a world of {match[2]}"
+        _check_archive(draft, path, state=match[1] == "model")
     elif path.suffix == ".distcp":
         draft.title = "data file of a distributed checkpoint; its index is .metadata"
     elif path.name in _BY_NAME:
@@ -65,9 +65,12 @@ def inspect_file(path: Path, tensors: str | None = None) -> Inspection:
     return draft.finish(tensors)
 
 
-def _check_archive(draft: Draft, path: Path) -> None:
+def _check_archive(draft: Draft, path: Path, *, state: bool) -> None:
+    """Look at an archive's end; of model weights, the names as well, which refuses what would run code."""
     try:
         archive = torchzip.open_archive(path)
+        if state:
+            draft.facts["entries"] = f"{fsdp.count_entries(archive):,}"
     except BrokenCheckpoint as error:
         draft.fault(error.code, error.message, hint=error.hint)
         return

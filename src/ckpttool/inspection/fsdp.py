@@ -37,6 +37,8 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
             draft.contents.append(
                 Content(name, "", bytes=size, detail=f"{counted(len(files), f'{kind} file')}, not unpickled")
             )
+    if not source.files.ranks("optim", source.world_size):
+        draft.facts["optimizer"] = "none here: weights only"
     add_lora_meta(draft)
     add_dataloader(draft)
     _add_huggingface(draft, f"the weights are in {counted(len(present), 'FSDP shard')}")

@@ -125,6 +125,7 @@ class StepRow:
     step: int | None
     role: str
     path: str
+    kind: str
     title: str
     state: State
     reason: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ckpttool import layout
@@ -51,6 +52,9 @@ def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]]) -> 
     draft.run = Run(tuple(rows), file.name if file is not None else None, said, latest)
     if file is not None and said is not None:
         _check_tracker(draft, file.name, said, names, latest)
+    if file is None and kind in ("verl-run", "megatron-run"):
+        hint = f"echo {latest} > {layout.TRACKER}" if latest is not None else ""
+        draft.note("tracker-missing", f"no {layout.TRACKER}: a trainer that looks for it starts over", hint=hint)
     if not names:
         draft.fault("no-steps", "a tracker file, but no step directory beside it")
     return draft
@@ -88,18 +92,23 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
             found = look(path)
     except Refused as error:
         draft.fault("refused", error.message, hint=error.hint)
-        return StepRow(step, _role(path, base), where, "refused: it would run code", "refused", error.message, 0, 0.0)
+        return StepRow(
+            step, _role(path, base), where, "refused", "refused: it would run code", "refused", error.message, 0, 0.0
+        )
     except OSError as error:
         draft.fault("unreadable", f"{where}: {error.strerror}", hint="Is a training run at work here? Try again.")
-        return StepRow(step, _role(path, base), where, "not readable", "unknown", str(error.strerror), 0, 0.0)
+        return StepRow(
+            step, _role(path, base), where, "unknown", "not readable", "unknown", str(error.strerror), 0, 0.0
+        )
     reason = _reason(found)
     if found.faults:
         first = found.faults[0]
         draft.problems.append(Problem(code=first.code, message=reason, path=where, hint=first.hint))
     elif found.state in ("absent", "unknown"):
         draft.fault(found.state, reason, path=where)
+    draft.problems += [replace(p, path=where) for p in found.problems if p.code == "migration-interrupted"]
     size, modified = (found.disk.unique, found.disk.modified) if found.disk else (0, 0.0)
-    return StepRow(step, _role(path, base), where, found.title, found.state, reason, size, modified)
+    return StepRow(step, _role(path, base), where, found.kind, found.title, found.state, reason, size, modified)
 
 
 def _role(path: Path, base: Path) -> str:
@@ -145,13 +154,14 @@ def _check_tracker(draft: Draft, name: str, said: str, names: list[Path], latest
             draft.fault("tracker-ahead", f"{name} says release, which is not here; {usable}", path=name)
         return
     if not said.isascii() or not said.isdigit():
-        draft.fault("tracker-unreadable", f"{name} holds {said!r}, not a step; {usable}", path=name)
+        holds = f"holds {said!r}, not a step" if said else "is empty"
+        draft.fault("tracker-unreadable", f"{name} {holds}; {usable}", path=name)
     elif int(said) not in present:
         draft.fault("tracker-ahead", f"{name} says step {said}, which is not here; {usable}", path=name)
     elif any(row.step == int(said) and row.state == "not opened" for row in rows):
         draft.note("not-opened", f"{name} says step {said}, which is of a kind that is not opened", path=name)
     elif int(said) in draft.lacking or any(row.step == int(said) and row.state != "complete" for row in rows):
-        hint = f"Resume from step {latest} by name." if latest is not None else ""
+        hint = f"To resume from step {latest}: echo {latest} > {name}, or give the trainer that path." if latest else ""
         draft.fault("tracker-ahead", f"{name} says step {said}, which is not complete; {usable}", path=name, hint=hint)
     elif latest is not None and int(said) < latest:
         draft.note("tracker-behind", f"{name} says step {said}; {usable}", path=name)

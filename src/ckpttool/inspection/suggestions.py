@@ -15,15 +15,20 @@ COMMANDS = frozenset({"demo", "inspect", "migrate"})
 """The commands that exist; only these are suggested."""
 
 
+_OLD_LAYOUT = ("verl-megatron-v1", "verl-megatron-half-migrated")
+
+
 def suggest(found: Inspection) -> Iterator[Suggestion]:
     """Yield what to type after seeing this, most useful first."""
-    if found.kind in ("verl-megatron-v1", "verl-megatron-half-migrated") and not _damaged(found):
+    if found.kind in _OLD_LAYOUT and not _damaged(found):
         yield _command("migrate", found.path, "give it the trees of layout v2, which current verl loads")
     if found.run is not None:
         yield from _after_run(found)
+        if any(row.kind in _OLD_LAYOUT and row.state == "complete" for row in found.run.rows):
+            yield _command("migrate", found.path, "give its roles the trees of layout v2, which current verl loads")
     elif found.state == "incomplete" and found.step is not None:
         yield inspect_command(str(_run_of(Path(found.path))), "see which steps of the run are whole")
-    elif found.parameters is not None and not found.tensors:
+    elif found.parameters is not None and not found.tensors and found.state == "complete":
         yield inspect_command(found.path, "list every tensor", "--tensors")
 
 
@@ -63,7 +68,8 @@ def _damaged(found: Inspection) -> bool:
 def _typed(path: str) -> str:
     """Return the path as one would type it here: relative when it lies below the working directory."""
     here = os.getcwd()  # noqa: PTH109 - text, not a Path
-    return os.path.relpath(path, here) if os.path.commonpath([here, path]) == here else path
+    typed = os.path.relpath(path, here) if os.path.commonpath([here, path]) == here else path
+    return f"./{typed}" if typed.startswith("-") else typed
 
 
 def _after_run(found: Inspection) -> Iterator[Suggestion]:
@@ -74,4 +80,4 @@ def _after_run(found: Inspection) -> Iterator[Suggestion]:
     for row in best[-1:]:
         yield inspect_command(f"{found.path}/{row.path}", f"look into the latest complete {row.role or 'checkpoint'}")
     for row in broken[-1:]:
-        yield inspect_command(f"{found.path}/{row.path}", "see everything that is missing there")
+        yield inspect_command(f"{found.path}/{row.path}", "see what is wrong there")

@@ -6,14 +6,14 @@ import os
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint, UsageError
+from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint, Problem, UsageError
 from ckpttool.inspection import kinds, runs
 from ckpttool.inspection.access import HINT
 from ckpttool.inspection.search import only_candidate
@@ -43,15 +43,47 @@ def migrate(path: Path, options: Options, progress: Progress = lambda _bytes: No
         raise UsageError("--undo and --remove-v1 ask for opposite things")
     try:
         roles = find_roles(path)
-        plans = [plan_role(role, options) for role in roles]
+        plans = [_plan(role, options) for role in roles]
     except PermissionError as error:
         raise NotACheckpoint(f"{error.filename}: permission denied", hint=HINT, code="unreadable") from error
     _refuse_broken(path, plans, options)
     if options.dry_run:
-        return Migration(path=str(path), done=False, roles=tuple(plans))
+        return Migration(path=str(path), done=False, roles=tuple(plans), options=options)
     _check_space(plans)
-    done = [_migrate_role(Path(plan.path), plan, options, progress) for plan in plans]
-    return Migration(path=str(path), done=True, roles=tuple(done))
+    done: list[RolePlan] = []
+    for plan in plans:
+        try:
+            done.append(_migrate_role(Path(plan.path), plan, options, progress))
+        except CannotWrite as error:
+            finished = ", ".join(os.path.relpath(p.path, path) for p in done if p.action not in ("leave", "nothing"))
+            error.hint += f"\nDone before that: {finished}." if finished else ""
+            raise
+    return Migration(path=str(path), done=True, roles=tuple(done), options=options)
+
+
+def _plan(role: Path, options: Options) -> RolePlan:
+    """Plan one role. Where nothing may be written, and what cannot be read, are told before anything is touched."""
+    try:
+        plan = plan_role(role, options)
+    except PermissionError as error:
+        if not options.skip_broken:
+            raise
+        reason = Problem(code="unreadable", message=f"{error.filename}: permission denied", hint=HINT)
+        return RolePlan(path=str(role), kind="unknown", title="not readable", action="refuse", reasons=(reason,))
+    if not plan.steps or plan.action == "refuse" or os.access(role, os.W_OK | os.X_OK):
+        return replace(plan, notes=(*plan.notes, *([_LEFT_BEHIND] if _interrupted(role) and options.dry_run else [])))
+    read_only = bool(os.statvfs(role).f_flag & os.ST_RDONLY)
+    message = "Read-only file system (EROFS)" if read_only else "Permission denied (EACCES)"
+    if options.dry_run:
+        return replace(plan, notes=(*plan.notes, f"you cannot write here: {message}"))
+    if not options.skip_broken:
+        raise CannotWrite(f"{role}: {message}; nothing was touched", hint=f"{_OWNER} Or leave it out: --skip-broken.")
+    reason = Problem(code="not-writable", message=message, hint=_OWNER)
+    return replace(plan, action="refuse", reasons=(reason,), steps=())
+
+
+_OWNER = "Run as the owner of the checkpoint."
+_LEFT_BEHIND = "an interrupted migration left .ckpttool-migration/, which is cleared first"
 
 
 def find_roles(path: Path) -> list[Path]:
@@ -93,7 +125,7 @@ def _below(path: Path) -> str:
     return f"Try:\n  ckpttool migrate {shlex.quote(found)}"
 
 
-def _refuse_broken(path: Path, plans: Iterable[RolePlan], options: Options) -> None:
+def _refuse_broken(path: Path, plans: Sequence[RolePlan], options: Options) -> None:
     refused = [plan for plan in plans if plan.action == "refuse"]
     if not refused or options.skip_broken:
         return
@@ -102,9 +134,12 @@ def _refuse_broken(path: Path, plans: Iterable[RolePlan], options: Options) -> N
         for plan in refused
         for reason in plan.reasons
     ]
+    several = len(plans) > 1
+    what = "be undone" if options.undo else "be migrated"
+    count = f"{len(refused)} of the role directories cannot" if several else "this cannot"
     raise BrokenCheckpoint(
-        f"{path}: {len(refused)} of the role directories cannot be migrated; nothing was touched",
-        hint="Mend or complete them, or go on with the sound ones: --skip-broken.",
+        f"{path}: {count} {what}; nothing was touched",
+        hint=f"Mend or complete what is listed{', or go on with the sound ones: --skip-broken' if several else ''}.",
         code="broken-source",
         problems=reasons,
     )
@@ -116,11 +151,17 @@ def _migrate_role(role: Path, plan: RolePlan, options: Options, progress: Progre
         return plan
     try:
         with locked(role):
-            if _recover(role) or marks(role) != plan.marks:
+            recovered = _recover(role)
+            if recovered or marks(role) != plan.marks:
                 plan = plan_role(role, options)
             done = _carry_out(role, plan, options, progress)
             if options.remove_v1 and done.action not in ("remove v1", "leave"):
-                done = _carry_out(role, plan_role(role, options), options, progress)
+                removal = _carry_out(role, plan_role(role, options), options, progress)
+                done = removal if done.action == "nothing" else replace(done, notes=(*done.notes, *removal.notes))
+            if recovered:
+                action = "finish" if done.action == "nothing" else done.action
+                note = "what an interrupted migration had left was cleared"
+                done = replace(done, action=action, notes=(*done.notes, note))
             return done
     except PermissionError as error:
         raise CannotWrite(f"{error.filename}: permission denied", hint="Run as the owner of the checkpoint.") from error
@@ -187,7 +228,7 @@ def _check_space(plans: Iterable[RolePlan]) -> None:
         if needed[device] > free:
             raise CannotWrite(
                 f"{path}: the copies need {needed[device]:,} bytes, {free:,} are free",
-                hint="Hard links need no space: --mode hardlink.",
+                hint="Links need no space: --mode hardlink, or --mode symlink.",
                 code="no-space",
             )
 

@@ -33,6 +33,14 @@ def plan_role(path: Path, options: Options) -> RolePlan:
 def _plan_migration(role: Role, options: Options) -> RolePlan:
     if manifests.is_v2(role.manifest) and not role.ours:
         return _leave(role)
+    if role.remains and role.ours and manifests.is_v2(role.manifest):
+        role.refuse(
+            "source-missing",
+            f"{layout.V1_ARCHIVE}/ is not whole any more; the trees are",
+            path=layout.V1_ARCHIVE,
+            hint="--undo brings it back from them.",
+        )
+        return role.plan(megatron.V2, "verl Megatron role directory, layout v1 and v2", "nothing")
     if not role.v1 and not role.v1_hf:
         return _plan_without_v1(role)
     trees = wanted(role.parts, archive=role.v1, huggingface=role.v1_hf)
@@ -84,6 +92,12 @@ def _plan_trees(
     if complete:
         if options.remove_v1:
             return _plan_removal(role, trees, title)
+        made = {kinship(role.path, tree, source) for tree, source in trees.items()}
+        if options.mode not in made:
+            words = " and ".join(sorted(made))
+            role.notes.append(
+                f"the trees are there, by {words}; for --mode {options.mode} take them back with --undo first"
+            )
         return role.plan(megatron.V2, title, "nothing", trees=_changes(role, trees, found, {}))
     started = role.ours or bool(spare) or any(state not in ("absent", "empty") for state in found.values())
     action: Action = "migrate" if not started else "finish" if to_make or go else "adopt"
@@ -97,6 +111,9 @@ def _plan_trees(
         do.RemoveNames(STAGING),
     )
     copied = sum(role.listing(source).bytes for source in to_make.values()) if options.mode == "copy" else 0
+    if options.remove_v1:
+        names = ", ".join(f"{name}/" for name in V1_NAMES if filled(role.path / name))
+        role.notes += [] if not options.dry_run else [f"then the names of layout v1 go: {names}"]
     role.notes += [f"{tree}/ goes: the archive holds nothing that belongs there" for tree in go]
     return role.plan(
         megatron.V1,

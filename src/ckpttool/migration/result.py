@@ -67,10 +67,16 @@ class Migration:
     path: str
     done: bool
     roles: tuple[RolePlan, ...]
+    options: Options = Options()
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data; every step says what it does. Reasons are reported beside it, in the envelope."""
-        return {"path": self.path, "done": self.done, "roles": [_role_as_json(plan) for plan in self.roles]}
+        return {
+            "path": self.path,
+            "done": self.done,
+            "options": asdict(self.options),
+            "roles": [_role_as_json(plan) for plan in self.roles],
+        }
 
 
 def _role_as_json(plan: RolePlan) -> dict[str, Any]:

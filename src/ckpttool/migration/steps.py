@@ -139,6 +139,8 @@ def _failed(role: Path, step: Step, error: OSError) -> CannotWrite:
     name = Path(os.fsdecode(error.filename or "")).name
     where = f"{step.source}/{name}".rstrip("/") if isinstance(step, _FILES) else getattr(step, "path", "") or name
     text = f"{role}: {where}: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CannotWrite(text, hint="Make room: bytes, or inodes (df -i). The same command finishes this one.")
     if isinstance(step, LinkFiles):
         return LinkRefused(
             f"{text}: the hard link was refused",
@@ -149,7 +151,9 @@ def _failed(role: Path, step: Step, error: OSError) -> CannotWrite:
         return LinkRefused(
             f"{text}: the symbolic link was refused", hint="Use --mode copy, or --fallback copy.", code="link-refused"
         )
-    return CannotWrite(text, hint="Nothing of layout v1 was changed; the same command finishes or undoes this one.")
+    safe = "Nothing of layout v1 was changed; the same command finishes this one, --undo takes it back."
+    denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return CannotWrite(text, hint=f"You may not write there: run as the owner. {safe}" if denied else safe)
 
 
 _FILES = (LinkFiles, CopyFiles)

@@ -12,11 +12,34 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpttool.inspection.result import Content, Disk, Inspection, Manifest, Module, Run, State, TensorRow
-from ckpttool.render.terminal import WIDE, age, clean, new_grid, new_table, number, show_problems, shown_path, size
+from ckpttool.render.terminal import (
+    WIDE,
+    age,
+    clean,
+    new_grid,
+    new_table,
+    number,
+    show_next,
+    show_problems,
+    shown_path,
+    size,
+)
 
 BAR = 20
 MODULES_SHOWN = 24
 
+MOST_SHARED = 6
+"""Groups of directories with shared files that are listed one by one."""
+
+_SHORT = {
+    "fsdp": "FSDP",
+    "fsdp-lora": "FSDP, LoRA",
+    "verl-megatron-v1": "Megatron v1",
+    "verl-megatron-v2": "Megatron v2",
+    "verl-megatron-half-migrated": "Megatron v1 to v2, half",
+    "torch_dist": "Megatron torch_dist",
+    "dcp": "torch DCP",
+}
 _CONTENT_COLUMNS = ("what", "where", "tensors", "parameters", "bytes", "how")
 
 _STATE_STYLES: Mapping[State, str] = {
@@ -58,7 +81,7 @@ def _verdict(found: Inspection) -> Text:
 def _blocks(found: Inspection, *, narrow: bool) -> Iterable[tuple[str, RenderableType]]:
     yield "", _facts(found)
     if found.run is not None and found.run.rows:
-        yield "Steps", _run_table(found.run)
+        yield "Steps", _run_table(found.run, narrow)
     if found.contents:
         yield "Contents", _contents(found.contents, narrow)
     if found.modules is not None and found.parameters:
@@ -101,6 +124,9 @@ def _parameters(found: Inspection) -> str:
 def _shared(disk: Disk) -> dict[str, str]:
     """Say which directories hold the same files under several names."""
     lines: dict[str, list[str]] = {}
+    if len(disk.shared) > MOST_SHARED:
+        count, total = sum(s.files for s in disk.shared), sum(s.bytes for s in disk.shared)
+        return {"shared by links": f"{count:,} files in {len(disk.shared)} groups of directories, {size(total)}"}
     for shared in disk.shared:
         how = "shared by symbolic links" if shared.symbolic else "shared by hard links"
         lines.setdefault(how, []).append(f"{', '.join(shared.trees)} ({shared.files} files, {size(shared.bytes)})")
@@ -112,13 +138,13 @@ def _disk(disk: Disk) -> str:
     return f"{size(disk.apparent)} in {disk.files:,} files{once}"
 
 
-def _run_table(run: Run) -> Table:
+def _run_table(run: Run, narrow: bool) -> Table:
     table = new_table("step", "role", "kind", "state", "size", "age", right=("step", "size", "age"))
     for row in run.rows:
         table.add_row(
             Text(clean(row.path.partition("/")[0]) if row.step is None else f"{row.step:,}"),
             Text(clean(row.role) or "-"),
-            Text(clean(row.title)),
+            Text(clean(_SHORT.get(row.kind, row.kind if narrow else row.title))),
             Text(row.state, _STATE_STYLES[row.state]),
             size(row.bytes),
             age(row.modified) if row.modified else "-",
@@ -216,12 +242,8 @@ def _show_tensors(rows: Sequence[TensorRow], out: Console) -> None:
 
 
 def _show_next(found: Inspection, out: Console) -> None:
-    if not found.next:
-        return
-    out.print()
-    out.print(Text("Next", "bold"))
-    for suggestion in found.next:
-        out.print(Text(f"  {clean(suggestion.command)}") + Text(f"  # {suggestion.why}", "dim"), soft_wrap=True)
+    if found.next:
+        show_next([(suggestion.why, suggestion.command) for suggestion in found.next], out)
 
 
 def _share(part: int, whole: int) -> str:

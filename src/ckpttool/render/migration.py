@@ -11,15 +11,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ckpttool.migration.result import Action, Migration, RolePlan
-from ckpttool.render.terminal import clean, new_table, show_problem, shown_path, size
+from ckpttool.migration.result import Action, Migration, Options, RolePlan
+from ckpttool.render.terminal import clean, new_table, show_next, show_problem, shown_path, size
 
 
 def show_migration(result: Migration, out: Console) -> None:
     """Print what was (or would be) done to each role, and what that means."""
     for plan in result.roles:
         out.print(_migration_line(plan, done=result.done))
-        if plan.action not in ("leave", "refuse"):
+        if plan.trees and plan.action not in ("leave", "refuse"):
             out.print(Padding(_tree_table(plan), (0, 0, 0, 2), expand=False))
         for reason in plan.reasons:
             out.print(Padding(show_problem(reason), (0, 0, 0, 2), expand=False))
@@ -61,16 +61,27 @@ def _tree_table(plan: RolePlan) -> Table:
 
 
 def _show_suggestions(result: Migration, out: Console) -> None:
-    changed = {plan.action for plan in result.roles} & {"migrate", "finish", "adopt"}
+    changed = [plan for plan in result.roles if plan.action in _CHANGES]
+    made = [plan for plan in changed if plan.action in ("migrate", "finish", "adopt") and plan.trees]
     path = shlex.quote(shown_path(result.path))
-    if changed and result.done:
+    if any(plan.mode != "copy" for plan in made) and result.done:
         out.print("\nLinked trees share their bytes: saving into this step again overwrites all of them.")
-        lines = [(f"ckpttool inspect {path}", "look at it"), (f"ckpttool migrate --undo {path}", "take it back")]
-    elif changed:
-        lines = [(f"ckpttool migrate {path}", "do it")]
-    else:
-        lines = [(f"ckpttool inspect {path}", "look at it")]
-    out.print()
-    out.print(Text("Next", "bold"))
-    for command, why in lines:
-        out.print(Text(f"  {clean(command)}") + Text(f"  # {why}", "dim"), soft_wrap=True)
+    lines = [("look at it", f"ckpttool inspect {path}")]
+    if changed and not result.done:
+        lines = [("do it", f"ckpttool migrate {path}{_flags(result.options)}")]
+    elif made:
+        lines.append(("take it back", f"ckpttool migrate {path} --undo"))
+    show_next(lines, out)
+
+
+_CHANGES = ("migrate", "finish", "adopt", "remove v1", "undo")
+
+
+def _flags(options: Options) -> str:
+    """Return the options as they were typed, but for the dry run."""
+    words = [f"--mode {options.mode}"] if options.mode != Options().mode else []
+    words += [f"--fallback {options.fallback}"] if options.fallback else []
+    words += ["--remove-v1"] if options.remove_v1 else []
+    words += ["--undo"] if options.undo else []
+    words += ["--skip-broken"] if options.skip_broken else []
+    return "".join(f" {word}" for word in words)

@@ -168,6 +168,15 @@ def show_problem(problem: Problem) -> Table:
     return grid
 
 
+def show_next(lines: Iterable[tuple[str, str]], out: Console) -> None:
+    """Print what to type next: why, then a line that can be pasted as it stands."""
+    out.print()
+    out.print(Text("Next", "bold"))
+    for why, command in lines:
+        out.print(Text(f"  # {clean(why)}", "dim"), soft_wrap=True)
+        out.print(Text(f"  {clean(command)}"), soft_wrap=True)
+
+
 @contextmanager
 def watching(out: Console) -> Iterator[None]:
     """Show on a terminal what is being looked at, when that takes longer than a moment."""
