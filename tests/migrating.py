@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -13,8 +15,10 @@ from typing import Any
 import torch
 
 from ckpttool import layout
+from ckpttool.cli import main
 from ckpttool.migration import Migration, Options, migrate
 from ckpttool.migration.result import RolePlan
+from tests.conftest import Call
 from tests.looking import save_dcp, write_json
 
 TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
@@ -146,3 +150,24 @@ def clone(role: Path, step: Path) -> Path:
         link.unlink()
         link.symlink_to(target / "dist_ckpt")
     return target
+
+
+def as_nobody(*arguments: object) -> Call:
+    """Run a command line in a child that has dropped root."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code, out = 70, io.StringIO()
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                code = main([str(argument) for argument in arguments])
+            os.write(writing, out.getvalue().encode())
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        text = pipe.read()
+    return Call(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text, text)

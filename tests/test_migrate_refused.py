@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import shutil
 import subprocess
@@ -17,12 +16,11 @@ from typing import Any
 import pytest
 
 from ckpttool import layout
-from ckpttool.cli import main
 from ckpttool.errors import BrokenCheckpoint, CannotWrite
 from ckpttool.inspection import inspect
 from ckpttool.migration.steps import locked
 from tests.conftest import Call
-from tests.migrating import MODES, STAGING, manifest, move, only, photograph, same_files, source, tiny_role
+from tests.migrating import MODES, STAGING, as_nobody, manifest, move, only, photograph, same_files, source, tiny_role
 
 Run = Callable[..., Call]
 
@@ -185,27 +183,6 @@ def test_remove_v1_with_links_is_refused(role: Path, ckpttool: Run, by: str) -> 
 
 
 # Who may
-
-
-def as_nobody(*arguments: object) -> Call:
-    """Run a command line in a child that has dropped root."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code, out = 70, io.StringIO()
-        try:
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                code = main([str(argument) for argument in arguments])
-            os.write(writing, out.getvalue().encode())
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
-        text = pipe.read()
-    return Call(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text, text)
 
 
 @root_only
