@@ -19,7 +19,7 @@ ASK = {
     "bash": "source {file}; COMP_WORDS=({words}); COMP_CWORD={last}; _ckpttool_completion ckpttool;"
     ' echo "${{COMPREPLY[@]}}"',
     "zsh": "autoload -U compinit; compinit -D; source {file}; function _arguments {{ print -r -- $@ }};"
-    " words=({words}); CURRENT=$#words; _ckpttool_completion",
+    " function _files {{ }}; words=({words}); CURRENT=$#words; _ckpttool_completion",
     "fish": "source {file}; complete --do-complete '{line}'",
 }
 SHELLS = [shell for shell in ASK if shutil.which(shell)]
@@ -50,6 +50,20 @@ def complete(shell: str, words: list[str]) -> str:
 )
 def test_shell_completes(shell: str, words: list[str], expected: set[str]) -> None:
     assert expected <= set(re.findall(r"[-\w]+", complete(shell, words)))
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shell_completes_what_the_run_has(shell: str, tmp_path: Path) -> None:
+    """Steps and roles come from the run on the command line; a path that is not there has none."""
+    for name in ("global_step_5/actor", "global_step_20/actor", "global_step_20/critic", "logs/old"):
+        (tmp_path / name).mkdir(parents=True)
+    ask = ["ckpttool", "inspect", str(tmp_path)]
+    steps = complete(shell, [*ask, "--step", "2"])
+    assert "20" in re.findall(r"[-\w]+", steps)
+    roles = complete(shell, [*ask, "--role", "c"])
+    assert "critic" in re.findall(r"[-\w]+", roles)
+    assert "old" not in complete(shell, [*ask, "--role", "o"])
+    assert "critic" not in complete(shell, ["ckpttool", "inspect", str(tmp_path / "nothing"), "--role", "c"])
 
 
 def test_bash_is_tested_everywhere() -> None:

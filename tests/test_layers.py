@@ -42,6 +42,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "ckpttool.cli": {
         *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.demo", "ckpttool.errors"),
+        "ckpttool.layout",  # to complete the steps of a run, without the weight of an inspection
     },
     "ckpttool.__main__": {"ckpttool.cli"},
     "ckpttool": {"ckpttool.inspection", "ckpttool.source", "ckpttool.tensors", "ckpttool.errors"},

@@ -172,3 +172,16 @@ def test_a_demo_that_does_not_fit(ckpttool: Run, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("ckpttool.demo.shutil.copytree", full)
     call = ckpttool("demo", tmp_path / "demo")
     assert (call.code, "No space left" in call.err) == (6, True)
+
+
+def test_quiet_counts_and_refuses(ckpttool: Run, role: Path) -> None:
+    other = builders.copy(role, role.parents[1] / "global_step_20/actor")
+    (other / "dist_ckpt/.metadata").unlink()
+    stopped = ckpttool("migrate", role.parents[1], "--quiet")
+    assert (stopped.code, stopped.out) == (4, "")
+    assert "global_step_20/actor" in stopped.err
+    skipped = ckpttool("migrate", role.parents[1], "--quiet", "--skip-broken")
+    assert "global_step_20/actor: refused" in skipped.out
+    assert "model/dist_ckpt" not in skipped.out
+    assert skipped.out.splitlines()[-1] == "1 migrated, 1 refused"
+    assert ckpttool("migrate", role, "-q").out == "1 with nothing to do\n"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
-from ckpttool.cli.options import Color, DryRun, Json, NoProgress, check_color, check_path, one_of
+from ckpttool.cli.options import Color, DryRun, Json, NoProgress, Quiet, check_color, check_path, one_of
 
 MODES = ("hardlink", "symlink", "copy")
 FALLBACKS = ("symlink", "copy")
@@ -35,6 +35,7 @@ def migrate(
     ] = False,
     dry_run: DryRun = False,
     json: Json = False,
+    quiet: Quiet = False,
     no_progress: NoProgress = False,
     color: Color = "auto",
 ) -> None:
@@ -61,7 +62,7 @@ def migrate(
         skip_broken=skip_broken,
         dry_run=dry_run,
     )
-    with progress("copied", session.err, shown=not (no_progress or json)) as advance:
+    with progress("copied", session.err, shown=not (no_progress or quiet or json)) as advance:
         result = migrate(check_path(path), options, advance)
     refused = [plan for plan in result.roles if plan.action == "refuse"]
     code = 4 if refused else 0
@@ -69,5 +70,5 @@ def migrate(
     if json:
         sys.stdout.write(envelope("migrate", ok=code == 0, data=result.as_json(), problems=problems) + "\n")
     else:
-        show_migration(result, session.out)
+        show_migration(result, session.out, quiet=quiet)
     raise Exit(code)

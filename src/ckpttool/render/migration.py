@@ -15,9 +15,11 @@ from ckpttool.migration.result import Action, Migration, Options, RolePlan
 from ckpttool.render.terminal import clean, new_table, show_next, show_problem, shown_path, size
 
 
-def show_migration(result: Migration, out: Console) -> None:
-    """Print what was (or would be) done to each role, and what that means."""
+def show_migration(result: Migration, out: Console, *, quiet: bool = False) -> None:
+    """Print what was (or would be) done to each role, and what that means; quietly, refusals and the count alone."""
     for plan in result.roles:
+        if quiet and plan.action != "refuse":
+            continue
         out.print(_migration_line(plan, done=result.done))
         if plan.trees and plan.action not in ("leave", "refuse"):
             out.print(Padding(_tree_table(plan), (0, 0, 0, 2), expand=False))
@@ -27,8 +29,10 @@ def show_migration(result: Migration, out: Console) -> None:
             out.print(Text(f"  - {clean(note)}"))
     counts = Counter(plan.action for plan in result.roles)
     words = ", ".join(f"{n} {_ACTIONS[action][result.done]}" for action, n in counts.items())
-    out.print(Text(f"\n{clean(words)}" + ("" if result.done else "; dry run: nothing was changed"), "bold"))
-    _show_suggestions(result, out)
+    tail = "" if result.done else "; dry run: nothing was changed"
+    out.print(Text(("" if quiet else "\n") + clean(words) + tail, "bold"))
+    if not quiet:
+        _show_suggestions(result, out)
 
 
 _ACTIONS: Mapping[Action, tuple[str, str]] = {

@@ -178,7 +178,7 @@ def show_next(lines: Iterable[tuple[str, str]], out: Console) -> None:
 
 
 @contextmanager
-def watching(out: Console) -> Iterator[None]:
+def watching(out: Console, *, shown: bool = True) -> Iterator[None]:
     """Show on a terminal what is being looked at, when that takes longer than a moment."""
     started = last = time.monotonic()
 
@@ -190,7 +190,7 @@ def watching(out: Console) -> Iterator[None]:
             out.file.write(f"\r\x1b[Klooking at {clean(what)[: out.width - 12]}")
             out.file.flush()
 
-    if not out.is_terminal:
+    if not (shown and out.is_terminal):
         yield
         return
     with listening(show):
