@@ -152,9 +152,10 @@ def test_piped_lines_have_no_trailing_spaces(ckpttool: Run, data: Path) -> None:
 
 def test_a_long_look_says_at_what_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "PATIENCE", -1.0)
-    for color, expected in (("always", ["looking at run/a\\x1b[31m"]), ("never", [])):
+    words = ["looking at run/a\\x1b[31m"]
+    for color, shown, expected in (("always", True, words), ("always", False, []), ("never", True, [])):
         out = io.StringIO()
-        with terminal.watching(terminal.console(out, color)):
+        with terminal.watching(terminal.console(out, color), shown=shown):
             time.sleep(0.15)
             tell("run/a\x1b[31m")
         assert re.findall(r"looking at \S+", out.getvalue()) == expected
