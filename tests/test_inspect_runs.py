@@ -49,6 +49,26 @@ def test_a_run_is_a_table_of_steps_and_roles(run: Path) -> None:
     assert [row.path for row in found.run.rows][:2] == ["global_step_10/actor", "global_step_10/critic"]
 
 
+@pytest.mark.parametrize("beside", ["dist_ckpt", "shards", "config.json"])
+def test_a_checkpoint_beside_the_steps_does_not_hide_them(
+    run: Path, megatron_checkpoints: Path, fsdp_checkpoints: Path, beside: str
+) -> None:
+    """Something copied into the run, or the final model of a trainer, is one more row of it."""
+    if beside == "dist_ckpt":
+        builders.copy(megatron_checkpoints / "dense-v1/dist_ckpt", run / "dist_ckpt")
+    elif beside == "shards":
+        for shard in (fsdp_checkpoints / "fsdp2").glob("model_world_size_*.pt"):
+            shutil.copy2(shard, run)
+    else:
+        (run / "config.json").write_text('{"model_type": "qwen2"}')
+    found = inspect(run)
+    assert found.kind == "verl-run"
+    assert [row[:2] for row in table(found.run)][:4] == [(10, "actor"), (10, "critic"), (20, "actor"), (20, "critic")]
+    assert found.run is not None
+    assert [row.path for row in found.run.rows][4:] == ["."]
+    assert found.run.latest_complete == 20
+
+
 def test_rows_have_size_and_age(run: Path) -> None:
     critic = run / "global_step_10/critic"
     files = [path for path in critic.rglob("*") if path.is_file()]

@@ -185,3 +185,13 @@ def test_quiet_counts_and_refuses(ckpttool: Run, role: Path) -> None:
     assert "model/dist_ckpt" not in skipped.out
     assert skipped.out.splitlines()[-1] == "1 migrated, 1 refused"
     assert ckpttool("migrate", role, "-q").out == "1 with nothing to do\n"
+
+
+def test_files_beside_the_steps_do_not_hide_them(ckpttool: Run, role: Path) -> None:
+    """A configuration at the top of a run is a Hugging Face directory of its own; the roles below are migrated."""
+    run = role.parents[1]
+    (run / "config.json").write_text('{"model_type": "qwen2"}')
+    out = ckpttool("migrate", run).out
+    assert "1 left alone, 1 migrated" in out
+    assert (role / "model/dist_ckpt").is_dir()
+    assert not (run / "model").exists()

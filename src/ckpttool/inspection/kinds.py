@@ -16,12 +16,17 @@ from ckpttool.inspection.result import Inspection
 
 
 def recognise(path: Path, *, in_run: bool = False) -> Draft | None:
-    """Describe a directory, or return ``None`` when no kind has evidence in it. A run lies in no other run."""
-    if not os.listdir(path):
+    """Describe a directory, or return ``None`` when no kind has evidence in it. A run lies in no other run.
+
+    A directory with steps is a run before anything else: a checkpoint that lies beside them must not hide them.
+    """
+    names = os.listdir(path)
+    if not names:
         return Draft(path=path, kind="absent", title="empty directory", state="absent")
     of_a_run: tuple[Callable[[Path], Draft | None], ...] = () if in_run else (_run,)
     of_a_step: tuple[Callable[[Path], Draft | None], ...] = () if in_run else (_step,)
-    for kind in (_fsdp, _megatron_role, _archive, *of_a_run, _foreign, *of_a_step, _hf):
+    run_first = of_a_run if any(layout.step_of(name) is not None for name in names) else ()
+    for kind in (*run_first, _fsdp, _megatron_role, _archive, *of_a_run, _foreign, *of_a_step, _hf):
         draft = kind(path)
         if draft is not None:
             return draft
@@ -127,7 +132,7 @@ def _hf(path: Path) -> Draft | None:
 def _run(path: Path) -> Draft | None:
     from ckpttool.inspection import runs
 
-    return runs.inspect_run(path, _look, roles) if is_run(path) else None
+    return runs.inspect_run(path, _look, roles, itself=is_checkpoint(path)) if is_run(path) else None
 
 
 def is_run(path: Path) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem, Refused
-from ckpttool.formats import hf
 from ckpttool.formats.torchzip import read_range
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta
 from ckpttool.inspection.draft import Draft, refusals_of, role_of
@@ -23,8 +22,8 @@ Look = Callable[[Path], Inspection]
 
 def steps(path: Path) -> list[Path]:
     """Return the step directories of a run, oldest first; ``release`` of Megatron-LM comes first."""
-    found = [(layout.step_of(p.name), p) for p in path.iterdir() if p.is_dir()]
-    numbered = sorted((step, p.name, p) for step, p in found if step is not None)
+    found = [(layout.step_of(p.name), p) for p in path.iterdir()]
+    numbered = sorted((step, p.name, p) for step, p in found if step is not None and p.is_dir())
     release = [path / "release"] if (path / "release").is_dir() else []
     return [*release, *(p for _, _, p in numbered)]
 
@@ -34,8 +33,11 @@ def tracker(path: Path) -> Path | None:
     return next((path / name for name in TRACKERS if (path / name).is_file()), None)
 
 
-def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]]) -> Draft:
-    """Describe a run: every role of every step, the tracker, the newest step that is complete."""
+def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]], *, itself: bool) -> Draft:
+    """Describe a run: every role of every step, the tracker, the newest step that is complete.
+
+    ``itself`` tells that a checkpoint lies beside the steps, such as the final model of a Hugging Face trainer.
+    """
     names = steps(path)
     kind, title = _run_kind(names)
     file = tracker(path)
@@ -45,7 +47,7 @@ def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]]) -> 
         evidence.append(file.name)
     draft = Draft(path=path, kind=kind, title=title, evidence=tuple(evidence))
     rows = [row for step in names for row in _rows(step, path, look, roles, draft)]
-    rows += [_row(path, path, look, draft)] if hf.detect(path) else []
+    rows += [_row(path, path, look, draft)] if itself else []
     _check_roles(rows, draft)
     latest = _latest_complete(rows, draft)
     said = _said(file, draft) if file is not None else None

@@ -91,11 +91,10 @@ def find_roles(path: Path) -> list[Path]:
     if not path.is_dir():
         what = "not a directory" if path.exists() else "no such directory"
         raise NotACheckpoint(f"{path}: {what}", hint=_beside(path))
-    if kinds.is_checkpoint(path):
-        return [path]
+    itself = [path] if kinds.is_checkpoint(path) else []
     steps = runs.steps(path)
     roles = [role for step in steps for role in (kinds.roles(step) or ([step] if kinds.is_checkpoint(step) else []))]
-    found = roles or kinds.roles(path)
+    found = [*itself, *roles] or kinds.roles(path)
     if not found:
         raise NotACheckpoint(f"{path}: no role directory here or below", hint=_below(path))
     return found
