@@ -41,8 +41,7 @@ def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]], *, 
     names = steps(path)
     kind, title = _run_kind(names)
     file = tracker(path)
-    noun = "step directory" if len(names) == 1 else "step directories"
-    evidence = [f"{len(names)} {noun}" + (f" ({names[0].name} to {names[-1].name})" if names else "")]
+    evidence = [_steps_in_words(names)]
     if file is not None:
         evidence.append(file.name)
     draft = Draft(path=path, kind=kind, title=title, evidence=tuple(evidence))
@@ -60,6 +59,12 @@ def inspect_run(path: Path, look: Look, roles: Callable[[Path], list[Path]], *, 
     if not names:
         draft.fault("no-steps", "a tracker file, but no step directory beside it")
     return draft
+
+
+def _steps_in_words(names: list[Path]) -> str:
+    if len(names) == 1:
+        return f"1 step directory ({names[0].name})"
+    return f"{len(names)} step directories" + (f" ({names[0].name} to {names[-1].name})" if names else "")
 
 
 def _said(file: Path, draft: Draft) -> str | None:
