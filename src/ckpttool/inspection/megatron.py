@@ -174,8 +174,11 @@ def _judge_v2(draft: Draft, *, v1: bool, trees: list[str], version: int | None) 
             hint="A migration was interrupted; nothing in dist_ckpt/ is lost.",
         )
     elif v1 or links or same_archive_everywhere(draft.path, trees):
-        draft.title = f"verl Megatron role directory, layout v2, migrated by verl's script ({links or 'copies'})"
-        draft.note("no-manifest", f"{layout.MANIFEST} (schema 2) is missing: verl's migration script writes none")
+        unread = version is None and (draft.path / layout.MANIFEST).is_file()
+        author = "" if unread else ", migrated by verl's script"
+        draft.title = f"verl Megatron role directory, layout v2{author} ({links or 'copies'})"
+        if not unread:
+            draft.note("no-manifest", f"{layout.MANIFEST} (schema 2) is missing: verl's migration script writes none")
     elif not (draft.path / layout.MANIFEST).is_file():
         draft.fault(
             "no-manifest",

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint, Problem, UsageError
+from ckpttool.formats.findings import listing
 from ckpttool.inspection import kinds, runs
 from ckpttool.inspection.access import HINT
 from ckpttool.inspection.search import only_candidate
@@ -21,9 +22,10 @@ from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
 from ckpttool.migration.plan import plan_role
 from ckpttool.migration.result import Migration, Options, RolePlan
-from ckpttool.migration.role import STAGING, V1, V1_NAMES, marks
+from ckpttool.migration.role import GONE, OLD, STAGING, TREES, V1, V1_NAMES, marks
+from ckpttool.migration.spare import OnlyCopy, only_copies
 from ckpttool.migration.steps import LinkRefused, execute, locked
-from ckpttool.migration.trees import condition
+from ckpttool.migration.trees import condition, filled, flat
 
 __all__ = ["Migration", "Options", "migrate"]
 
@@ -54,7 +56,11 @@ def migrate(path: Path, options: Options, progress: Progress = lambda _bytes: No
     for plan in plans:
         try:
             done.append(_migrate_role(Path(plan.path), plan, options, progress))
-        except CannotWrite as error:
+        except (CannotWrite, BrokenCheckpoint) as error:
+            if options.skip_broken and isinstance(error, BrokenCheckpoint):
+                reasons = tuple(error.problems) or (Problem(code=error.code, message=error.message, hint=error.hint),)
+                done.append(replace(plan, action="refuse", reasons=reasons, steps=()))
+                continue
             finished = ", ".join(os.path.relpath(p.path, path) for p in done if p.action not in ("leave", "nothing"))
             error.hint += f"\nDone before that: {finished}." if finished else ""
             raise
@@ -70,6 +76,8 @@ def _plan(role: Path, options: Options) -> RolePlan:
             raise
         reason = Problem(code="unreadable", message=f"{error.filename}: permission denied", hint=HINT)
         return RolePlan(path=str(role), kind="unknown", title="not readable", action="refuse", reasons=(reason,))
+    if plan.action == "refuse" and _interrupted(role):
+        plan = replace(plan, reasons=(*plan.reasons, *_aside(role)))
     if not plan.steps or plan.action == "refuse" or os.access(role, os.W_OK | os.X_OK):
         return replace(plan, notes=(*plan.notes, *([_LEFT_BEHIND] if _interrupted(role) and options.dry_run else [])))
     read_only = bool(os.statvfs(role).f_flag & os.ST_RDONLY)
@@ -80,6 +88,20 @@ def _plan(role: Path, options: Options) -> RolePlan:
         raise CannotWrite(f"{role}: {message}; nothing was touched", hint=f"{_OWNER} Or leave it out: --skip-broken.")
     reason = Problem(code="not-writable", message=message, hint=_OWNER)
     return replace(plan, action="refuse", reasons=(reason,), steps=())
+
+
+def _aside(role: Path) -> Iterator[Problem]:
+    """Name what an interrupted migration has moved aside: it may be what the rest of the role lacks."""
+    aside = [
+        f"{top}/{child.name}" for top in (V1, OLD, GONE) if (role / top).is_dir() for child in (role / top).iterdir()
+    ]
+    if aside:
+        yield Problem(
+            code="migration-interrupted",
+            message=f"an interrupted migration has moved aside: {listing(sorted(aside))}",
+            path=STAGING,
+            hint="If that is what is missing here, move it back to its name, then run again.",
+        )
 
 
 _OWNER = "Run as the owner of the checkpoint."
@@ -186,6 +208,9 @@ def _carry_out(role: Path, plan: RolePlan, options: Options, progress: Progress)
     except CannotWrite:
         _step_back(role, plan)
         raise
+    except OnlyCopy:
+        _recover(role)
+        raise
     _check_outcome(role, plan)
     return plan
 
@@ -236,8 +261,21 @@ def _recover(role: Path) -> bool:
     """Clear away what a killed run left aside; v1 names that it had moved there come back first."""
     if not _interrupted(role):
         return False
-    back = tuple(
-        do.Move(f"{V1}/{name}", name) for name in V1_NAMES if (role / V1 / name).is_dir() and not (role / name).exists()
-    )
-    execute(role, (*back, do.RemoveNames(STAGING)))
+    execute(role, tuple(_putting_back(role, [(f"{V1}/{name}", name) for name in V1_NAMES])))
+    if any(only_copies(role, STAGING)):
+        aside = [(f"{OLD}/{flat(tree)}", tree) for tree in TREES]
+        aside += [(f"{there}/{name}", name) for there in (OLD, GONE) for name in V1_NAMES]
+        execute(role, tuple(_putting_back(role, aside)))
+    execute(role, (do.RemoveNames(STAGING),))
     return True
+
+
+def _putting_back(role: Path, places: Iterable[tuple[str, str]]) -> Iterator[do.Step]:
+    """Yield what moves names back that lie aside, where nothing has taken their place."""
+    for aside, name in places:
+        if not os.path.lexists(role / aside) or filled(role / name):
+            continue
+        if not os.path.lexists(role / name) or (role / name).is_dir():
+            parent = name.rpartition("/")[0]
+            yield from (do.MakeDirectory(parent),) if parent else ()
+            yield from (do.RemoveEmpty(name), do.Move(aside, name))

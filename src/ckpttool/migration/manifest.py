@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool import __version__, layout
+from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats import hf
 from ckpttool.formats.jsonfile import read_object
 
@@ -29,10 +30,28 @@ _HOLDS = {
 def read(role: Path) -> dict[str, Any]:
     """Return the manifest of a role, empty where there is none.
 
-    Raises :class:`~ckpttool.errors.BrokenCheckpoint` for one that cannot be read.
+    Raises :class:`~ckpttool.errors.BrokenCheckpoint` for one that cannot be read, or that says what ours never do.
     """
     file = role / layout.MANIFEST
-    return read_object(file) if file.is_file() else {}
+    if not file.is_file():
+        if file.exists():
+            raise BrokenCheckpoint(f"{layout.MANIFEST} is not a file", code="bad-manifest")
+        return {}
+    manifest = read_object(file)
+    if is_ours(manifest) and not _is_sound(manifest):
+        raise BrokenCheckpoint(f"{layout.MANIFEST}: not as the migration wrote it", code="bad-manifest")
+    return manifest
+
+
+def _is_sound(manifest: Mapping[str, Any]) -> bool:
+    """Tell whether what we go by has the types that we gave it."""
+    text = _migration(manifest).get(_BEFORE_TEXT, "")
+    return (
+        isinstance(manifest.get("directories", {}), dict)
+        and isinstance(manifest.get(BEFORE, {}), dict)
+        and isinstance(text, str)
+        and text.encode(errors="replace").decode() == text  # no halves of a character
+    )
 
 
 def is_ours(manifest: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
 from ckpttool.migration.result import Action, Mode, Options, RolePlan, TreeChange
 from ckpttool.migration.role import GONE, NEW, NEW_MANIFEST, OLD, STAGING, TREES, V1, V1_NAMES, Role, look
-from ckpttool.migration.trees import Condition, condition, filled, flat, kinship, wanted
+from ckpttool.migration.trees import Condition, condition, filled, flat, kinship, leans_on, wanted
 from ckpttool.migration.undoing import plan_undo
 
 _LINKS = ("absolute link", "dangling link")
@@ -50,14 +50,18 @@ def _plan_migration(role: Role, options: Options) -> RolePlan:
         role.refuse("mixed-layouts", f"huggingface/ is of layout v1, {', '.join(role.archives)} of a save of layout v2")
     found = {tree: condition(role.path, tree, source) for tree, source in trees.items()}
     spare = _spare(role, trees)
+    broken = bool(role.reasons)
     for tree in [tree for tree, state in {**found, **spare}.items() if state == "foreign"]:
         role.refuse(
             "tree-foreign",
             f"{tree}/ holds files that are not those of {trees.get(tree, layout.V1_ARCHIVE)}/",
             path=tree,
-            hint="It belongs to another save: move it away, or remove the older of the two.",
+            hint=_KEEP if broken else "It belongs to another save: move it away, or remove the older of the two.",
         )
     return _plan_trees(role, options, trees, found, spare)
+
+
+_KEEP = f"{layout.V1_ARCHIVE}/ is not whole: the tree may be the good copy, keep it."
 
 
 def _spare(role: Role, trees: Iterable[str]) -> dict[str, Condition]:
@@ -164,6 +168,7 @@ def _making(
         yield do.Move(f"{NEW}/{flat(tree)}", tree)
         yield do.Sync(parent)
     yield do.Sync(".")
+    yield do.RequireSpare(STAGING)
 
 
 def _clearing(tree: str, state: Condition) -> Iterator[do.Step]:
@@ -235,7 +240,7 @@ def _check_alike(role: Role, archives: list[str]) -> None:
 
 
 def _refuse_linked(role: Role, trees: Iterable[str]) -> None:
-    linked = [tree for tree in trees if (role.path / tree).is_symlink()]
+    linked = [t for t in trees if any(leans_on(role.path / t, role.path / name) for name in V1_NAMES)]
     if linked:
         role.refuse("linked-tree", f"symbolic links that --remove-v1 would leave dangling: {', '.join(linked)}")
 
@@ -251,6 +256,7 @@ def _plan_removal(role: Role, trees: dict[str, str], title: str) -> RolePlan:
         do.MakeDirectory(V1),
         *(do.Move(name, f"{V1}/{name}") for name in names),
         do.Sync("."),
+        do.RequireSpare(STAGING),
         do.Move(V1, GONE),
         do.Sync(STAGING),
         do.RemoveNames(STAGING),

@@ -15,7 +15,7 @@ from ckpttool.formats.findings import listing
 from ckpttool.inspection.draft import under
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration.result import Action, RolePlan, TreeChange
-from ckpttool.migration.trees import Listing, filled, is_part_of, listing_of, parts_of
+from ckpttool.migration.trees import Listing, filled, is_part_of, leans_on, listing_of, parts_of
 
 STAGING = layout.MIGRATION_STAGING
 NEW, OLD, V1, GONE = (f"{STAGING}/{name}" for name in ("new", "old", "v1", "gone"))
@@ -90,15 +90,14 @@ class Role:
 
 def look(path: Path) -> Role:
     """Read a role directory; what is wrong with it becomes reasons."""
-    v1, v1_hf = filled(path / layout.V1_ARCHIVE), filled(path / layout.V1_HUGGINGFACE)
+    v1, v1_hf = (filled(path / name) and not is_nickname(path, name) for name in V1_NAMES)
     role = Role(path, {}, v1, v1_hf, marks(path))
     try:
         role.manifest = manifests.read(path)
     except CkpttoolError as error:
         role.refuse(error.code, error.message, layout.MANIFEST, "Mend it or move it away; the migration replaces it.")
-    where = layout.V1_ARCHIVE if role.v1 else next(iter(role.archives), None)
-    if where is not None:
-        archive = dcp.open_(path / where)
+    archive = dcp.open_(path / layout.V1_ARCHIVE) if role.v1 else _soundest(path, role.archives)
+    if archive is not None:
         role.archive = _complete_tree(role, archive) or archive
         role.parts = parts_of(role.archive)
         role.reasons += _errors(role.archive.root.relative_to(path).as_posix(), role.archive.problems)
@@ -110,6 +109,23 @@ def look(path: Path) -> Role:
     if other is not None and other.kind == "adapter-checkpoint":
         role.notes.append("adapter_checkpoint/ stays as it is: current verl does not load it from there")
     return role
+
+
+def is_nickname(path: Path, name: str) -> bool:
+    """Tell whether a name of layout v1 is a link to a tree, which somebody made for an older verl."""
+    trees = [path / tree for tree in TREES if not (path / tree).is_symlink() and (path / tree).is_dir()]
+    return (path / name).is_symlink() and any(leans_on(path / name, tree) for tree in trees)
+
+
+def _soundest(path: Path, trees: Iterable[str]) -> dcp.DcpSource | None:
+    """Return the first tree without errors, or the first one."""
+    first = None
+    for tree in trees:
+        archive = dcp.open_(path / tree)
+        if not _errors(tree, archive.problems):
+            return archive
+        first = first or archive
+    return first
 
 
 def _complete_tree(role: Role, archive: dcp.DcpSource) -> dcp.DcpSource | None:
@@ -138,7 +154,7 @@ def _errors(where: str, problems: Iterable[Problem]) -> list[Problem]:
 
 def _refuse_links(role: Role) -> None:
     """Names are made and removed in these directories: a link there would lead us to do it somewhere else."""
-    for name in (STAGING, *layout.V2_PARENTS):
+    for name in (STAGING, layout.MANIFEST, *layout.V2_PARENTS):
         if (role.path / name).is_symlink():
             role.refuse("linked-directory", f"{name} is a symbolic link: nothing is made or removed through it", name)
     for source in V1_NAMES:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.errors import CannotWrite
+from ckpttool.migration.spare import require_spare
 
 COPY_AT_ONCE = 1 << 30
 
@@ -76,8 +77,15 @@ class RemoveEmpty:
 
 
 @dataclass(frozen=True, slots=True)
+class RequireSpare:
+    """Stop unless all bytes that lie aside in the staging directory are elsewhere in the role too."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveNames:
-    """Remove names below a directory, and the directory; other names of the same files stay."""
+    """Remove the staging directory with the names in it, once more only if their bytes are elsewhere too."""
 
     path: str
 
@@ -112,6 +120,7 @@ Step = (
     | Move
     | Sync
     | RemoveEmpty
+    | RequireSpare
     | RemoveNames
     | RemoveLink
     | WriteFile
@@ -126,7 +135,8 @@ class LinkRefused(CannotWrite):
 def execute(role: Path, steps: tuple[Step, ...], progress: Callable[[int], None] = lambda _bytes: None) -> None:
     """Carry out the steps in order. ``progress`` is told bytes as they are copied.
 
-    Raises :class:`LinkRefused` when a link is refused, :class:`CannotWrite` for everything else that fails.
+    Raises :class:`LinkRefused` when a link is refused, :class:`~ckpttool.migration.spare.OnlyCopy` before the last copy
+    of some bytes would be deleted, :class:`CannotWrite` for everything else that fails.
     """
     for step in steps:
         try:
@@ -177,7 +187,10 @@ def _one(role: Path, step: Step, progress: Callable[[int], None]) -> None:  # no
         case RemoveEmpty(path):
             if (role / path).is_dir():
                 os.rmdir(role / path)  # noqa: PTH106
+        case RequireSpare(path):
+            require_spare(role, path)
         case RemoveNames(path):
+            require_spare(role, path)
             remove_names(role / path)
         case RemoveLink(path) | RemoveFile(path):
             os.unlink(role / path)  # noqa: PTH108

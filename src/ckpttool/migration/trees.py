@@ -14,6 +14,7 @@ from ckpttool import layout
 from ckpttool.formats import dcp
 from ckpttool.formats.dcpkeys import part_of
 from ckpttool.migration.result import Mode
+from ckpttool.migration.sameness import is_copy
 
 Condition = Literal["absent", "empty", "whole", "partial", "foreign", "absolute link", "dangling link"]
 """How a tree of v2 compares with its source: ``foreign`` holds a file that is not the source's."""
@@ -103,9 +104,9 @@ def wanted(parts: set[str], *, archive: bool, huggingface: bool) -> dict[str, st
 
 
 def condition(role: Path, tree: str, source: str, *, by_bytes: bool = False) -> Condition:
-    """Compare a tree with its source. Files that are links are the source's own; copies are compared by size.
+    """Compare a tree with its source. Files that are links are the source's own.
 
-    ``by_bytes`` reads the copies and compares every byte.
+    Copies are read, unless they have the size and the time of the original; with ``by_bytes`` always.
     """
     path = role / tree
     if path.is_symlink():
@@ -139,6 +140,14 @@ def is_part_of(path: Path, whole: Path) -> bool:
     )
 
 
+def leans_on(path: Path, goes: Path) -> bool:
+    """Tell whether a directory is, or holds, symbolic links to something at or below another one."""
+    below = os.path.realpath(goes)
+    names = [path, *(Path(folder, name) for folder, dirs, files in os.walk(path) for name in (*dirs, *files))]
+    targets = (os.path.realpath(name) for name in names if name.is_symlink())
+    return any(target == below or target.startswith(f"{below}{os.sep}") for target in targets)
+
+
 def _link_condition(role: Path, path: Path, source: Path) -> Condition:
     if not path.exists():
         return "dangling link"
@@ -148,18 +157,6 @@ def _link_condition(role: Path, path: Path, source: Path) -> Condition:
 
 
 def _copied(copy: Path, original: Path, by_bytes: bool) -> bool:
-    """Tell whether a file of its own is a copy, perhaps one that was cut short by an interruption."""
-    size, whole = copy.stat().st_size, original.stat().st_size
-    if size == whole and by_bytes:
-        return cmp(copy, original, shallow=False)
-    return size == whole or (size < whole and _begins_alike(copy, original, size))
-
-
-def _begins_alike(copy: Path, original: Path, size: int) -> bool:
-    with copy.open("rb") as a, original.open("rb") as b:
-        while size > 0:
-            block = a.read(min(size, 8 << 20))
-            if not block or block != b.read(len(block)):
-                return False
-            size -= len(block)
-    return True
+    """Tell whether a file of its own is a copy; without ``by_bytes``, size and time that agree are enough."""
+    a, b = copy.stat(), original.stat()
+    return (not by_bytes and (a.st_size, a.st_mtime_ns) == (b.st_size, b.st_mtime_ns)) or is_copy(copy, original)

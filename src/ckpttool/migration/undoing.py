@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from ckpttool import layout
@@ -10,7 +11,7 @@ from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
 from ckpttool.migration.result import RolePlan
 from ckpttool.migration.role import NEW_MANIFEST, OLD, STAGING, TREES, Role
-from ckpttool.migration.trees import condition, filled, flat
+from ckpttool.migration.trees import condition, filled, flat, leans_on
 
 
 def plan_undo(role: Role) -> RolePlan:
@@ -60,7 +61,8 @@ def _bringing_back(role: Role, trees: list[str]) -> Iterator[tuple[str, str]]:
     real = [tree for tree in trees if not _is_link(role, tree)]
     archives = [tree for tree in real if tree != layout.HUGGINGFACE]
     if not role.v1 and archives:
-        yield archives[0], layout.V1_ARCHIVE
+        sound = [tree for tree in archives if role.archive and role.path / tree == role.archive.root]
+        yield (sound or archives)[0], layout.V1_ARCHIVE
     if not role.v1_hf and layout.HUGGINGFACE in real:
         yield layout.HUGGINGFACE, layout.V1_HUGGINGFACE
 
@@ -68,6 +70,9 @@ def _bringing_back(role: Role, trees: list[str]) -> Iterator[tuple[str, str]]:
 def _check(role: Role, trees: list[str], back: dict[str, str]) -> None:
     """Every tree that goes must be, byte by byte, what stays (or the beginning of it)."""
     origin = {name: tree for tree, name in back.items()}
+    for name in back.values():
+        if os.path.lexists(role.path / name) and not (role.path / name).is_dir():
+            role.refuse("name-taken", f"{name} is no directory, and what was {name}/ has to return to it", name)
     for tree in trees:
         name = layout.V1_HUGGINGFACE if tree == layout.HUGGINGFACE else layout.V1_ARCHIVE
         source = origin.get(name, name)
@@ -77,6 +82,8 @@ def _check(role: Role, trees: list[str], back: dict[str, str]) -> None:
             role.refuse("source-missing", f"{tree} leads nowhere and {source}/ is not here: nothing can return", tree)
         elif condition(role.path, tree, source, by_bytes=True) == "foreign":
             role.refuse("tree-foreign", f"{tree}/ holds files that are not those of {source}/", tree)
+        elif not _is_link(role, tree) and leans_on(role.path / source, role.path / tree):
+            role.refuse("linked-tree", f"{source}/ holds symbolic links into {tree}/, which would go", source)
 
 
 def _undoing(
@@ -88,7 +95,10 @@ def _undoing(
         yield from _writing(manifests.render(manifests.being_undone(role.manifest)))
     for tree, name in back.items():
         remains = role.remains and name == layout.V1_ARCHIVE
-        yield do.Move(name, f"{OLD}/{name}") if remains else do.RemoveEmpty(name)
+        if (role.path / name).is_symlink():
+            yield do.RemoveLink(name)
+        else:
+            yield do.Move(name, f"{OLD}/{name}") if remains else do.RemoveEmpty(name)
         yield do.Move(tree, name)
     yield do.Sync(".")
     for tree in present:
@@ -98,6 +108,7 @@ def _undoing(
             yield do.Move(tree, f"{OLD}/{flat(tree)}")
         elif tree not in trees:
             yield do.RemoveEmpty(tree)
+    yield do.RequireSpare(STAGING)
     for parent in parents:
         yield do.RemoveEmpty(parent)
     if role.ours:
