@@ -127,6 +127,7 @@ def test_a_copy_that_differs_is_seen(role: Path, manifest: bool) -> None:
     with pytest.raises(BrokenCheckpoint) as caught:
         move(role)
     assert {reason.code for reason in caught.value.problems} == {"tree-foreign"}
+    assert all(reason.message.endswith(f": {DATA}") for reason in caught.value.problems)
 
 
 def test_a_truncated_archive_does_not_condemn_its_copies(role: Path) -> None:

@@ -52,10 +52,9 @@ def _plan_migration(role: Role, options: Options) -> RolePlan:
     spare = _spare(role, trees)
     broken = bool(role.reasons)
     for tree in [tree for tree, state in {**found, **spare}.items() if state == "foreign"]:
-        role.refuse(
-            "tree-foreign",
-            f"{tree}/ holds files that are not those of {trees.get(tree, layout.V1_ARCHIVE)}/",
-            path=tree,
+        role.refuse_strangers(
+            tree,
+            trees.get(tree, layout.V1_ARCHIVE),
             hint=_KEEP if broken else "It belongs to another save: move it away, or remove the older of the two.",
         )
     return _plan_trees(role, options, trees, found, spare)
@@ -249,7 +248,7 @@ def _plan_removal(role: Role, trees: dict[str, str], title: str) -> RolePlan:
     """Drop the v1 names, after the bytes behind the new ones were compared. Once ``GONE`` is there they are gone."""
     for tree, source in trees.items():
         if not (role.path / tree).is_symlink() and condition(role.path, tree, source, by_bytes=True) != "whole":
-            role.refuse("tree-foreign", f"{tree}/ is not byte by byte what {source}/ holds", path=tree)
+            role.refuse_strangers(tree, source)
     names = [name for name in V1_NAMES if filled(role.path / name)]
     steps = (
         do.MakeDirectory(STAGING),

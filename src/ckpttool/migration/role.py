@@ -15,7 +15,7 @@ from ckpttool.formats.findings import listing
 from ckpttool.inspection.draft import under
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration.result import Action, RolePlan, TreeChange
-from ckpttool.migration.trees import Listing, filled, is_part_of, leans_on, listing_of, parts_of
+from ckpttool.migration.trees import Listing, filled, is_part_of, leans_on, listing_of, parts_of, strangers
 
 STAGING = layout.MIGRATION_STAGING
 NEW, OLD, V1, GONE = (f"{STAGING}/{name}" for name in ("new", "old", "v1", "gone"))
@@ -63,6 +63,12 @@ class Role:
     def refuse(self, code: str, message: str, path: str = "", hint: str = "") -> None:
         """Add a reason why nothing is done here."""
         self.reasons.append(Problem(code=code, message=message, path=path, hint=hint))
+
+    def refuse_strangers(self, tree: str, source: str, hint: str = "") -> None:
+        """Refuse because of a tree that is not its source's: with other files, or with fewer."""
+        files = strangers(self.path, tree, source)
+        other = f"holds files that are not those of {source}/: {listing(files)}"
+        self.refuse("tree-foreign", f"{tree}/ {other if files else f'is not what {source}/ is'}", tree, hint)
 
     def plan(self, kind: str, title: str, action: Action, **fields: Any) -> RolePlan:
         """Return a plan, or a refusal where there are reasons for one."""

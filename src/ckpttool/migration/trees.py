@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
@@ -116,17 +116,30 @@ def condition(role: Path, tree: str, source: str, *, by_bytes: bool = False) -> 
     if not os.listdir(path):
         return "empty"
     have, want = listing_of(path), listing_of(role / source)
-    if have.odd:
+    if any(_strangers(path, have, role / source, want, by_bytes=by_bytes)):
         return "foreign"
+    whole = all(files.keys() <= have.folders.get(folder, {}).keys() for folder, files in want.folders.items())
+    return "whole" if whole and have.bytes == want.bytes else "partial"
+
+
+def strangers(role: Path, tree: str, source: str) -> list[str]:
+    """Return the files of a tree that are not its source's, byte by byte."""
+    path, original = role / tree, role / source
+    if path.is_symlink():
+        return []
+    return list(_strangers(path, listing_of(path), original, listing_of(original), by_bytes=True))
+
+
+def _strangers(path: Path, have: Listing, source: Path, want: Listing, *, by_bytes: bool) -> Iterator[str]:
+    yield from have.odd
     for folder, files in have.folders.items():
         originals = want.folders.get(folder, {})
         for name, file in files.items():
-            if name not in originals:
-                return "foreign"
-            if file != originals[name] and not _copied(path / folder / name, role / source / folder / name, by_bytes):
-                return "foreign"
-    whole = all(files.keys() <= have.folders.get(folder, {}).keys() for folder, files in want.folders.items())
-    return "whole" if whole and have.bytes == want.bytes else "partial"
+            where = f"{folder}/{name}".lstrip("/")
+            if name not in originals or (
+                file != originals[name] and not _copied(path / where, source / where, by_bytes)
+            ):
+                yield where
 
 
 def is_part_of(path: Path, whole: Path) -> bool:

@@ -81,7 +81,7 @@ def _check(role: Role, trees: list[str], back: dict[str, str]) -> None:
         if not filled(role.path / source):
             role.refuse("source-missing", f"{tree} leads nowhere and {source}/ is not here: nothing can return", tree)
         elif condition(role.path, tree, source, by_bytes=True) == "foreign":
-            role.refuse("tree-foreign", f"{tree}/ holds files that are not those of {source}/", tree)
+            role.refuse_strangers(tree, source)
         elif not _is_link(role, tree) and leans_on(role.path / source, role.path / tree):
             role.refuse("linked-tree", f"{source}/ holds symbolic links into {tree}/, which would go", source)
 
