@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool import opcodes
 from ckpttool.errors import BrokenCheckpoint, Refused
 from ckpttool.formats import dcp
 from ckpttool.formats.torchzip import open_archive
@@ -233,6 +234,45 @@ def test_framed_and_long_streams_pass(protocol: int) -> None:
 def test_a_few_hundred_tuples_for_keys_pass() -> None:
     value = {(n, str(n)): {(n,)} for n in range(400)}
     assert loads(pickle.dumps(value, 4), frozenset(), where="stream")[0] == value
+
+
+def _allowing(module: str, name: str) -> None:
+    check_name(module, name, SHARD_NAMES, inert=False, where="stream")
+
+
+def _outcome(stream: bytes, rules: str | None = None) -> type[BaseException] | None:
+    try:
+        vet(stream, _allowing, "stream", rules=rules)
+    except (BrokenCheckpoint, Refused) as error:
+        return type(error)
+    return None
+
+
+def test_a_stream_is_let_through_by_its_likeness_only_where_the_walk_would(
+    fsdp_checkpoints: Path,
+) -> None:
+    """Bytes of a real stream changed, beside the stream that passed: the same verdict as a walk of its own."""
+    data = open_archive(fsdp_checkpoints / "fsdp2" / "model_world_size_4_rank_0.pt").read("data.pkl")
+    for at in range(0, len(data), 5):
+        for value in {data[at] ^ 1, 0x2E, 0x52, (data[at] + 7) % 256} - {data[at]}:
+            changed = data[:at] + bytes([value]) + data[at + 1 :]
+            assert _outcome(data, rules="rules") is None
+            assert _outcome(changed, rules="rules") == _outcome(changed)
+            opcodes._passed.clear()
+
+
+def test_the_other_ranks_are_not_walked_again(fsdp_checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ in their coordinates; under other rules nothing has passed."""
+    folder = fsdp_checkpoints / "fsdp2"
+    first, second = (open_archive(folder / f"model_world_size_4_rank_{r}.pt").read("data.pkl") for r in (0, 1))
+    assert first != second
+    opcodes._passed.clear()
+    vet(first, _allowing, "first", rules="rules")
+    with monkeypatch.context() as patch:
+        patch.setattr(opcodes, "_walk", lambda *_: pytest.fail("walked"))
+        vet(second, _allowing, "second", rules="rules")
+    with pytest.raises(Refused):
+        loads(second, (), where="second")
 
 
 def test_what_follows_the_end_is_not_looked_at() -> None:

@@ -262,7 +262,8 @@ def loads(
     Raises :class:`Refused` for a name or an opcode outside the allow-list, :class:`BrokenCheckpoint` for a stream
     that is damaged or asks for more than its size can justify.
     """
-    vet(data, lambda module, name: check_name(module, name, allowed, inert=inert, where=where), where)
+    rules = (frozenset(allowed), inert)
+    vet(data, lambda module, name: check_name(module, name, allowed, inert=inert, where=where), where, rules=rules)
     unpickler = _Unpickler(data, allowed, inert=inert, where=where)
     try:
         with collector_paused():
