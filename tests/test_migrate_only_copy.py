@@ -165,6 +165,29 @@ def test_what_lies_aside_is_deleted_only_if_it_is_elsewhere(
     assert count > 5
 
 
+@pytest.mark.parametrize("then", [{}, {"undo": True}])
+@pytest.mark.parametrize("mode", ["hardlink", "copy"])
+def test_a_tree_that_was_being_built_may_be_all_that_is_left(
+    role: Path, monkeypatch: pytest.MonkeyPatch, mode: str, then: dict[str, Any]
+) -> None:
+    """Interrupted after every step; then `dist_ckpt/` is deleted; then the next run."""
+    copy, count, refused = role.parent / "again", 0, 0
+    while True:
+        shutil.copytree(role, copy)
+        count += 1
+        if not stop_after(monkeypatch, count, copy, mode=mode):
+            break
+        shutil.rmtree(copy / "dist_ckpt")
+        before = contents(copy)
+        try:
+            move(copy, **then)
+        except BrokenCheckpoint:
+            refused += 1
+        assert contents(copy) == before
+        shutil.rmtree(copy)
+    assert refused > 3
+
+
 @pytest.mark.parametrize("options", [{"undo": True}, {"remove_v1": True}])
 def test_bytes_that_change_after_the_plan(role: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Of two roles the second is rewritten in place while the first is at work: hours, with large ones."""
@@ -211,6 +234,66 @@ def test_undo_takes_the_tree_that_is_whole(role: Path) -> None:
     (role / layout.MODEL / DATA).unlink()
     only(role, undo=True)
     assert source(role) == before
+
+
+def test_a_tree_of_relative_links_does_not_move(role: Path) -> None:
+    """A store of blobs beside the trees: from the place of v1 its links would lead nowhere."""
+    move(role, mode="copy", remove_v1=True)
+    (role / "blobs").mkdir()
+    (role / layout.MODEL / DATA).rename(role / "blobs/0")
+    for tree in layout.ARCHIVES:
+        (role / tree / DATA).unlink(missing_ok=True)
+        (role / tree / DATA).symlink_to("../../blobs/0")
+    with pytest.raises(BrokenCheckpoint) as caught:
+        move(role, undo=True)
+    assert "linked-tree" in {reason.code for reason in caught.value.problems}
+    assert inspect(role).state == "complete"
+
+
+@pytest.mark.parametrize("mode", ["hardlink", "symlink", "copy"])
+def test_an_interrupted_migration_of_hugging_face_files_alone_is_undone(
+    role: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    shutil.rmtree(role / "dist_ckpt")
+    (role / layout.TRANSFORMER_CONFIG).write_text("{}")
+    before, copy, count = photograph(role), role.parent / "again", 0
+    while True:
+        shutil.copytree(role, copy)
+        count += 1
+        if not stop_after(monkeypatch, count, copy, mode=mode):
+            break
+        move(copy, undo=True)
+        assert photograph(copy) == before
+        shutil.rmtree(copy)
+    assert count > 5
+
+
+def test_a_file_lost_after_an_interruption_comes_back(role: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, copy, count, told = source(role), role.parent / "again", 0, 0
+    while True:
+        shutil.copytree(role, copy)
+        count += 1
+        if not stop_after(monkeypatch, count, copy):
+            break
+        if (copy / layout.MODEL / DATA).exists() and not (copy / layout.MANIFEST).exists():
+            (copy / "dist_ckpt" / DATA).unlink()
+            with pytest.raises(BrokenCheckpoint) as caught:
+                move(copy)
+            told += "--undo brings" in "".join(reason.hint for reason in caught.value.problems)
+            move(copy, undo=True)
+            assert source(copy) == before
+        shutil.rmtree(copy)
+    assert told > 1
+
+
+def test_a_link_in_the_place_of_what_comes_back(role: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move(role)
+    assert stop_after(monkeypatch, 4, role, remove_v1=True)
+    (role.parent / "empty").mkdir()
+    (role / "dist_ckpt").symlink_to("../empty")
+    before = contents(role)
+    assert only(role).action in ("finish", "nothing")
+    assert contents(role) == before
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("nowhere"), lambda path: path.write_text("hi")])

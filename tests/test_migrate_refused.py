@@ -361,3 +361,31 @@ def test_many_at_once_leave_one_migration(role: Path) -> None:
     assert source(role) == before
     assert inspect(role).state == "complete"
     assert only(role).action == "nothing"
+
+
+@root_only
+def test_directories_that_one_may_not_write_in_are_ones_own(open_role: Path) -> None:
+    """Read-only directories of one's own: removed where they go, named where they would have to be renamed."""
+    below = open_role / "huggingface/sub"
+    below.mkdir()
+    (below / "a.txt").write_text("x")
+    for path in (open_role, *open_role.rglob("*")):
+        os.chown(path, 65534, 65534)
+    below.chmod(0o555)
+    assert as_nobody("migrate", open_role).code == 0
+    assert as_nobody("migrate", open_role, "--remove-v1").code == 0
+    assert not (open_role / STAGING).exists()
+    assert not (open_role / "dist_ckpt").exists()
+    (open_role / layout.MODEL).chmod(0o555)
+    before = photograph(open_role)
+    call = as_nobody("migrate", open_role, "--undo")
+    assert (call.code, "Permission denied" in call.err) == (6, True)
+    assert photograph(open_role) == before
+    (open_role / layout.MODEL).chmod(0o755)
+    assert as_nobody("migrate", open_role, "--undo").code == 0
+
+
+def test_a_fallback_to_links_leaves_them_dangling_too(role: Path, ckpttool: Run) -> None:
+    call = ckpttool("migrate", role, "--remove-v1", "--fallback", "symlink")
+    assert (call.code, "would lead nowhere" in call.err) == (2, True)
+    assert not (role / "model").exists()

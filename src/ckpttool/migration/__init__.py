@@ -22,7 +22,7 @@ from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
 from ckpttool.migration.plan import plan_role
 from ckpttool.migration.result import Migration, Options, RolePlan
-from ckpttool.migration.role import GONE, OLD, STAGING, TREES, V1, V1_NAMES, marks
+from ckpttool.migration.role import GONE, NEW, OLD, STAGING, TREES, V1, V1_NAMES, marks
 from ckpttool.migration.spare import OnlyCopy, only_copies
 from ckpttool.migration.steps import LinkRefused, execute, locked
 from ckpttool.migration.trees import condition, filled, flat
@@ -39,8 +39,9 @@ def migrate(path: Path, options: Options, progress: Progress = lambda _bytes: No
     :class:`CannotWrite` when the system refuses, :class:`NotACheckpoint` when there is no role directory.
     """
     path = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
-    if options.remove_v1 and options.mode == "symlink":
-        raise UsageError("--remove-v1 with --mode symlink: the links would lead nowhere")
+    if options.remove_v1 and "symlink" in (options.mode, options.fallback):
+        option = "--mode" if options.mode == "symlink" else "--fallback"
+        raise UsageError(f"--remove-v1 with {option} symlink: the links would lead nowhere")
     if options.undo and options.remove_v1:
         raise UsageError("--undo and --remove-v1 ask for opposite things")
     try:
@@ -78,7 +79,7 @@ def _plan(role: Path, options: Options) -> RolePlan:
         return RolePlan(path=str(role), kind="unknown", title="not readable", action="refuse", reasons=(reason,))
     if plan.action == "refuse" and _interrupted(role):
         plan = replace(plan, reasons=(*plan.reasons, *_aside(role)))
-    if not plan.steps or plan.action == "refuse" or os.access(role, os.W_OK | os.X_OK):
+    if not plan.steps or plan.action == "refuse" or _may_change(role, plan):
         return replace(plan, notes=(*plan.notes, *([_LEFT_BEHIND] if _interrupted(role) and options.dry_run else [])))
     read_only = bool(os.statvfs(role).f_flag & os.ST_RDONLY)
     message = "Read-only file system (EROFS)" if read_only else "Permission denied (EACCES)"
@@ -93,7 +94,10 @@ def _plan(role: Path, options: Options) -> RolePlan:
 def _aside(role: Path) -> Iterator[Problem]:
     """Name what an interrupted migration has moved aside: it may be what the rest of the role lacks."""
     aside = [
-        f"{top}/{child.name}" for top in (V1, OLD, GONE) if (role / top).is_dir() for child in (role / top).iterdir()
+        f"{top}/{child.name}"
+        for top in (V1, OLD, GONE, NEW)
+        if (role / top).is_dir()
+        for child in (role / top).iterdir()
     ]
     if aside:
         yield Problem(
@@ -102,6 +106,12 @@ def _aside(role: Path) -> Iterator[Problem]:
             path=STAGING,
             hint="If that is what is missing here, move it back to its name, then run again.",
         )
+
+
+def _may_change(role: Path, plan: RolePlan) -> bool:
+    """Tell whether one may make names in a role, and rename the directories that the plan moves."""
+    moved = [role / step.source for step in plan.steps if isinstance(step, do.Move)]
+    return all(os.access(path, os.W_OK | os.X_OK) for path in (role, *moved) if path.is_dir() and not path.is_symlink())
 
 
 _OWNER = "Run as the owner of the checkpoint."
@@ -113,7 +123,7 @@ def find_roles(path: Path) -> list[Path]:
     if not path.is_dir():
         what = "not a directory" if path.exists() else "no such directory"
         raise NotACheckpoint(f"{path}: {what}", hint=_beside(path))
-    itself = [path] if kinds.is_checkpoint(path) else []
+    itself = [path] if kinds.is_checkpoint(path) or _interrupted(path) else []
     steps = runs.steps(path)
     roles = [role for step in steps for role in (kinds.roles(step) or ([step] if kinds.is_checkpoint(step) else []))]
     found = [*itself, *roles] or kinds.roles(path)
@@ -273,7 +283,7 @@ def _recover(role: Path) -> bool:
 def _putting_back(role: Path, places: Iterable[tuple[str, str]]) -> Iterator[do.Step]:
     """Yield what moves names back that lie aside, where nothing has taken their place."""
     for aside, name in places:
-        if not os.path.lexists(role / aside) or filled(role / name):
+        if not os.path.lexists(role / aside) or filled(role / name) or (role / name).is_symlink():
             continue
         if not os.path.lexists(role / name) or (role / name).is_dir():
             parent = name.rpartition("/")[0]

@@ -46,7 +46,14 @@ def _plan_migration(role: Role, options: Options) -> RolePlan:
     trees = wanted(role.parts, archive=role.v1, huggingface=role.v1_hf)
     if not trees:
         role.refuse("nothing-saved", "the archive holds no weights, optimizer or rng, and there is no huggingface/")
-    if not role.v1 and role.archives and not role.ours:
+    if role.remains and not role.ours:
+        role.refuse(
+            "source-missing",
+            f"{layout.V1_ARCHIVE}/ has lost files that {role.archives[0]}/ has",
+            path=layout.V1_ARCHIVE,
+            hint="--undo brings them back.",
+        )
+    elif not role.v1 and role.archives and not role.ours:
         role.refuse("mixed-layouts", f"huggingface/ is of layout v1, {', '.join(role.archives)} of a save of layout v2")
     found = {tree: condition(role.path, tree, source) for tree, source in trees.items()}
     spare = _spare(role, trees)
@@ -216,7 +223,7 @@ def _plan_without_v1(role: Role) -> RolePlan:
         do.MakeDirectory(STAGING),
         do.WriteFile(NEW_MANIFEST, manifests.render(composed)),
         do.Move(NEW_MANIFEST, layout.MANIFEST),
-        *([do.Move(layout.V1_ARCHIVE, GONE)] if role.remains else []),
+        *([do.MakeDirectory(GONE), do.Move(layout.V1_ARCHIVE, f"{GONE}/{layout.V1_ARCHIVE}")] if role.remains else []),
         do.Sync("."),
         do.RemoveNames(STAGING),
     )

@@ -14,7 +14,10 @@ from ckpttool.migration.sameness import is_copy
 
 STAYING = (*layout.ARCHIVES, layout.HUGGINGFACE, layout.V1_ARCHIVE, layout.V1_HUGGINGFACE)
 ASIDE = ("old", "v1", "gone")
-"""Where trees and v1 names lie in the staging directory before they are deleted; ``new`` is of our own making."""
+"""Where trees and v1 names lie in the staging directory before they are deleted."""
+
+MADE = "new"
+"""Where trees are built: their files are second names or copies, unless the first name has gone meanwhile."""
 
 
 class OnlyCopy(BrokenCheckpoint):
@@ -34,19 +37,27 @@ def require_spare(role: Path, staging: str) -> None:
 
 def only_copies(role: Path, staging: str) -> Iterator[str]:
     """Yield the files in the staging directory that have no equal outside of it; links are no bytes."""
-    for aside in ASIDE:
+    for aside in (*ASIDE, MADE):
         top = role / staging / aside
         for folder, _, files in os.walk(top):
             inside = Path(folder).relative_to(top).parts
             for name in files:
                 path = Path(folder, name)
-                if not path.is_symlink() and not _elsewhere(role, path, _names(inside, name)):
+                if path.is_symlink():
+                    continue
+                names = _names(inside, name)
+                if not (_is_there(role, names) if aside == MADE else _elsewhere(role, path, names)):
                     yield str(path.relative_to(role))
 
 
 def _names(inside: tuple[str, ...], name: str) -> tuple[str, ...]:
     """Return what a file may be called in its tree: the tree may lie in the directory, or be it."""
     return tuple({"/".join((*inside[1:], name)): None, "/".join((*inside, name)): None})
+
+
+def _is_there(role: Path, names: tuple[str, ...]) -> bool:
+    """Tell whether a file of these names stays, perhaps saved anew since."""
+    return any((role / tree / name).is_file() for name in names for tree in STAYING)
 
 
 def _elsewhere(role: Path, path: Path, names: tuple[str, ...]) -> bool:

@@ -288,6 +288,9 @@ def remove_names(path: Path) -> None:
     """Remove a directory with the names in it; links to directories are removed, not followed."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    for folder, _, _ in os.walk(path, followlinks=False):
+        if not os.access(folder, os.W_OK):  # the owner may make it so
+            os.chmod(folder, 0o700)  # noqa: PTH101
     for folder, below, files in os.walk(path, topdown=False, followlinks=False):
         for name in files:
             os.unlink(Path(folder, name))  # noqa: PTH108

@@ -42,7 +42,7 @@ def _is_link(role: Role, tree: str) -> bool:
 
 def _is_a_save(role: Role) -> bool:
     """Tell trees that verl saved (and did not finish) from those that its script made of one archive."""
-    if role.v1:
+    if role.v1 or role.remains or (role.v1_hf and not role.archives):
         return False
     archives = role.archives
     return bool(archives or filled(role.path / layout.HUGGINGFACE)) and not megatron.same_archive_everywhere(
@@ -70,7 +70,9 @@ def _bringing_back(role: Role, trees: list[str]) -> Iterator[tuple[str, str]]:
 def _check(role: Role, trees: list[str], back: dict[str, str]) -> None:
     """Every tree that goes must be, byte by byte, what stays (or the beginning of it)."""
     origin = {name: tree for tree, name in back.items()}
-    for name in back.values():
+    for tree, name in back.items():
+        if any(link.is_symlink() and not link.readlink().is_absolute() for link in (role.path / tree).rglob("*")):
+            role.refuse("linked-tree", f"{tree}/ holds relative links, which lead nowhere from {name}/", tree)
         if os.path.lexists(role.path / name) and not (role.path / name).is_dir():
             role.refuse("name-taken", f"{name} is no directory, and what was {name}/ has to return to it", name)
     for tree in trees:
