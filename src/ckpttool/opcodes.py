@@ -68,7 +68,7 @@ def damaged(where: str, why: object) -> BrokenCheckpoint:
     return BrokenCheckpoint(f"{where}: not a readable pickle ({why})", code="unreadable-pickle")
 
 
-KEPT_LENGTH, KEPT_STREAMS = 8 << 20, 4
+KEPT_LENGTH, KEPT_STREAMS = 2 << 20, 4
 """Longest stream that is kept for comparison, and how many are."""
 
 _passed: dict[tuple[Hashable, int], tuple[bytes, frozenset[int]]] = {}
