@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,3 +65,12 @@ def ckpttool(capsys: pytest.CaptureFixture[str]) -> Callable[..., Call]:
         return Call(code, streams.out, streams.err)
 
     return run
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A directory that everyone can reach; pytest's own are closed."""
+    path = Path(tempfile.mkdtemp(prefix="ckpttool-test-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)

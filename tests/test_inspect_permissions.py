@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +31,6 @@ sys.exit(main(["inspect", "--json", sys.argv[1]]))
 """
 
 
-@pytest.fixture
-def open_path() -> Iterator[Path]:
-    """A directory that everyone can reach; pytest's own are closed."""
-    path = Path(tempfile.mkdtemp(prefix="ckpttool-test-"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
-
-
 def inspect_as_nobody(path: Path) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-c", _AS_NOBODY, str(path)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -54,8 +43,8 @@ def codes(answer: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture
-def role(open_path: Path, fsdp_checkpoints: Path) -> Path:
-    return builders.copy(fsdp_checkpoints / "fsdp2", open_path / "run/global_step_10/actor")
+def role(open_folder: Path, fsdp_checkpoints: Path) -> Path:
+    return builders.copy(fsdp_checkpoints / "fsdp2", open_folder / "run/global_step_10/actor")
 
 
 def test_readable_for_everyone(role: Path) -> None:
@@ -105,8 +94,8 @@ def test_the_side_files_are_closed(role: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".metadata", "metadata.json"])
-def test_one_file_of_an_archive_is_closed(open_path: Path, data: Path, name: str) -> None:
-    archive = builders.copy(data / "megatron/mcore0.16-dense-tp2", open_path / "archive")
+def test_one_file_of_an_archive_is_closed(open_folder: Path, data: Path, name: str) -> None:
+    archive = builders.copy(data / "megatron/mcore0.16-dense-tp2", open_folder / "archive")
     (archive / name).chmod(0o600)
     code, answer = inspect_as_nobody(archive)
     assert (code, answer["data"]["kind"], codes(answer)) == (0, "torch_dist", ["unreadable"])
@@ -114,9 +103,9 @@ def test_one_file_of_an_archive_is_closed(open_path: Path, data: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_one_file_of_a_model_is_closed(open_path: Path, megatron_checkpoints: Path, name: str) -> None:
+def test_one_file_of_a_model_is_closed(open_folder: Path, megatron_checkpoints: Path, name: str) -> None:
     """safetensors writes 0600: the serving user cannot read it."""
-    model = builders.copy(megatron_checkpoints / "expected/dense-hf", open_path / "hf")
+    model = builders.copy(megatron_checkpoints / "expected/dense-hf", open_folder / "hf")
     for path in model.iterdir():
         path.chmod(0o600 if path.name == name else 0o644)
     code, answer = inspect_as_nobody(model)
@@ -125,7 +114,7 @@ def test_one_file_of_a_model_is_closed(open_path: Path, megatron_checkpoints: Pa
 
 
 @pytest.mark.parametrize("closed", ["global_step_20", "global_step_20/actor"])
-def test_one_step_of_a_run_is_closed(open_path: Path, role: Path, closed: str) -> None:
+def test_one_step_of_a_run_is_closed(open_folder: Path, role: Path, closed: str) -> None:
     """The others are told all the same."""
     run = role.parent.parent
     shutil.copytree(role.parent, run / "global_step_20")
@@ -139,7 +128,7 @@ def test_one_step_of_a_run_is_closed(open_path: Path, role: Path, closed: str) -
     assert "unreadable" in codes(answer)
 
 
-def test_the_tracker_is_closed(open_path: Path, role: Path) -> None:
+def test_the_tracker_is_closed(open_folder: Path, role: Path) -> None:
     run = role.parent.parent
     builders.write_tracker(run, 10)
     (run / "latest_checkpointed_iteration.txt").chmod(0o600)
@@ -149,8 +138,8 @@ def test_the_tracker_is_closed(open_path: Path, role: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", ["optimizer", "optimizer/dist_ckpt", "model/huggingface"])
-def test_one_tree_of_a_megatron_role_is_closed(open_path: Path, megatron_checkpoints: Path, tree: str) -> None:
-    role = builders.copy(megatron_checkpoints / "dense-v2", open_path / "actor")
+def test_one_tree_of_a_megatron_role_is_closed(open_folder: Path, megatron_checkpoints: Path, tree: str) -> None:
+    role = builders.copy(megatron_checkpoints / "dense-v2", open_folder / "actor")
     for path in role.rglob("*.safetensors"):
         path.chmod(0o644)
     (role / tree).chmod(0o700)

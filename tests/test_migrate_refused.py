@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,9 @@ def role(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_role() -> Iterator[Path]:
-    """A role that everyone can reach; pytest's own directories are closed."""
-    path = Path(tempfile.mkdtemp(prefix="ckpttool-test-"))
-    path.chmod(0o755)
-    yield tiny_role(path / "run/global_step_10/actor")
-    shutil.rmtree(path)
+def open_role(open_folder: Path) -> Path:
+    """A role that everyone can reach."""
+    return tiny_role(open_folder / "run/global_step_10/actor")
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, call: str, code: int, after: int = 0) -> None:

@@ -7,9 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,15 +117,6 @@ def test_a_run_of_v1_is_offered_the_migration(ckpttool: Run, role: Path) -> None
     run = role.parents[1]
     builders.write_tracker(run, 10)
     assert f"ckpttool migrate {run}" in ckpttool("inspect", run).out
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A directory that everyone can reach; pytest's own are closed."""
-    path = Path(tempfile.mkdtemp(prefix="ckpttool-test-"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

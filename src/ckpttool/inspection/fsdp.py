@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from ckpttool import layout
@@ -23,7 +24,7 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     draft.add(Section("", source))
     present = source.files.ranks("model", source.world_size)
     placements = Counter(t.placement for t in source.tensors.values())
-    draft.ranks = _ranks(source, placements)
+    draft.ranks = _ranks(source, present, placements)
     shown = ranges(present) or "none"
     draft.facts["world size"] = f"{counted(source.world_size, 'rank')} (model files of rank {shown})"
     if source.mesh is not None:
@@ -45,9 +46,8 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     return draft
 
 
-def _ranks(source: fsdp.FsdpSource, placements: Counter[str]) -> Ranks:
+def _ranks(source: fsdp.FsdpSource, present: Iterable[int], placements: Counter[str]) -> Ranks:
     mesh = dict(zip(source.mesh.names, source.mesh.shape, strict=True)) if source.mesh else {}
-    present = source.files.ranks("model", source.world_size)
     missing = source.files.missing("model", source.world_size)
     return Ranks(source.world_size, tuple(sorted(present)), tuple(missing), mesh, dict(placements))
 

@@ -47,8 +47,7 @@ def add_huggingface(draft: Draft, where: str, weights_are: str) -> None:
     if source.weights:
         draft.add(Section(where, source))
     else:
-        problems = Section(where, source).source.problems
-        draft.problems += problems
+        draft.problems += source.problems
         draft.note("side-files-only", f"{where}/ holds Hugging Face side files only; {weights_are}", path=where)
     _hf_facts(draft, source)
     if source.side_files:

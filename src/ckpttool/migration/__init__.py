@@ -20,9 +20,10 @@ from ckpttool.inspection.access import HINT
 from ckpttool.inspection.search import only_candidate
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
+from ckpttool.migration.names import GONE, NEW, OLD, STAGING, TREES, V1, V1_NAMES
 from ckpttool.migration.plan import plan_role
 from ckpttool.migration.result import Migration, Options, RolePlan
-from ckpttool.migration.role import GONE, NEW, OLD, STAGING, TREES, V1, V1_NAMES, marks
+from ckpttool.migration.role import marks
 from ckpttool.migration.spare import OnlyCopy, only_copies
 from ckpttool.migration.steps import LinkRefused, execute, locked
 from ckpttool.migration.trees import condition, filled, flat
@@ -272,7 +273,7 @@ def _recover(role: Path) -> bool:
     if not _interrupted(role):
         return False
     execute(role, tuple(_putting_back(role, [(f"{V1}/{name}", name) for name in V1_NAMES])))
-    if any(only_copies(role, STAGING)):
+    if any(only_copies(role)):
         aside = [(f"{OLD}/{flat(tree)}", tree) for tree in TREES]
         aside += [(f"{there}/{name}", name) for there in (OLD, GONE) for name in V1_NAMES]
         execute(role, tuple(_putting_back(role, aside)))

@@ -12,8 +12,9 @@ from ckpttool.formats import fsdp
 from ckpttool.inspection import megatron
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
+from ckpttool.migration.names import GONE, NEW, NEW_MANIFEST, OLD, STAGING, TREES, V1, V1_NAMES
 from ckpttool.migration.result import Action, Mode, Options, RolePlan, TreeChange
-from ckpttool.migration.role import GONE, NEW, NEW_MANIFEST, OLD, STAGING, TREES, V1, V1_NAMES, Role, look
+from ckpttool.migration.role import Role, look
 from ckpttool.migration.trees import Condition, condition, filled, flat, kinship, leans_on, wanted
 from ckpttool.migration.undoing import plan_undo
 
@@ -174,7 +175,7 @@ def _making(
         yield do.Move(f"{NEW}/{flat(tree)}", tree)
         yield do.Sync(parent)
     yield do.Sync(".")
-    yield do.RequireSpare(STAGING)
+    yield do.RequireSpare()
 
 
 def _clearing(tree: str, state: Condition) -> Iterator[do.Step]:
@@ -262,7 +263,7 @@ def _plan_removal(role: Role, trees: dict[str, str], title: str) -> RolePlan:
         do.MakeDirectory(V1),
         *(do.Move(name, f"{V1}/{name}") for name in names),
         do.Sync("."),
-        do.RequireSpare(STAGING),
+        do.RequireSpare(),
         do.Move(V1, GONE),
         do.Sync(STAGING),
         do.RemoveNames(STAGING),

@@ -14,15 +14,9 @@ from ckpttool.formats import dcp, foreign, hf
 from ckpttool.formats.findings import listing
 from ckpttool.inspection.draft import under
 from ckpttool.migration import manifest as manifests
+from ckpttool.migration.names import STAGING, TREES, V1_NAMES
 from ckpttool.migration.result import Action, RolePlan, TreeChange
 from ckpttool.migration.trees import Listing, filled, is_part_of, leans_on, listing_of, parts_of, strangers
-
-STAGING = layout.MIGRATION_STAGING
-NEW, OLD, V1, GONE = (f"{STAGING}/{name}" for name in ("new", "old", "v1", "gone"))
-NEW_MANIFEST = f"{STAGING}/{layout.MANIFEST}"
-
-TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
-V1_NAMES = (layout.V1_ARCHIVE, layout.V1_HUGGINGFACE)
 
 
 @dataclass(slots=True)

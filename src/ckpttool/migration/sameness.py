@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def same_bytes(one: Path, other: Path) -> bool:
+    """Compare two whole files."""
+    return one.stat().st_size == other.stat().st_size and is_copy(one, other)
+
+
 def is_copy(copy: Path, original: Path) -> bool:
     """Compare bytes: whether a file is a copy, perhaps one that was cut short by an interruption.
 

@@ -80,8 +80,6 @@ class RemoveEmpty:
 class RequireSpare:
     """Stop unless all bytes that lie aside in the staging directory are elsewhere in the role too."""
 
-    path: str
-
 
 @dataclass(frozen=True, slots=True)
 class RemoveNames:
@@ -187,10 +185,10 @@ def _one(role: Path, step: Step, progress: Callable[[int], None]) -> None:  # no
         case RemoveEmpty(path):
             if (role / path).is_dir():
                 os.rmdir(role / path)  # noqa: PTH106
-        case RequireSpare(path):
-            require_spare(role, path)
+        case RequireSpare():
+            require_spare(role)
         case RemoveNames(path):
-            require_spare(role, path)
+            require_spare(role)
             remove_names(role / path)
         case RemoveLink(path) | RemoveFile(path):
             os.unlink(role / path)  # noqa: PTH108

@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from filecmp import cmp
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from ckpttool import layout
 from ckpttool.formats import dcp
 from ckpttool.formats.dcpkeys import part_of
 from ckpttool.migration.result import Mode
-from ckpttool.migration.sameness import is_copy
+from ckpttool.migration.sameness import is_copy, same_bytes
 
 Condition = Literal["absent", "empty", "whole", "partial", "foreign", "absolute link", "dangling link"]
 """How a tree of v2 compares with its source: ``foreign`` holds a file that is not the source's."""
@@ -149,7 +148,7 @@ def is_part_of(path: Path, whole: Path) -> bool:
     return (
         not have.odd
         and have.count < want.count
-        and all((whole / name).is_file() and cmp(path / name, whole / name, shallow=False) for name in names)
+        and all((whole / name).is_file() and same_bytes(path / name, whole / name) for name in names)
     )
 
 

@@ -9,8 +9,9 @@ from ckpttool import layout
 from ckpttool.inspection import megatron
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
+from ckpttool.migration.names import NEW_MANIFEST, OLD, STAGING, TREES
 from ckpttool.migration.result import RolePlan
-from ckpttool.migration.role import NEW_MANIFEST, OLD, STAGING, TREES, Role
+from ckpttool.migration.role import Role
 from ckpttool.migration.trees import condition, filled, flat, leans_on
 
 
@@ -110,7 +111,7 @@ def _undoing(
             yield do.Move(tree, f"{OLD}/{flat(tree)}")
         elif tree not in trees:
             yield do.RemoveEmpty(tree)
-    yield do.RequireSpare(STAGING)
+    yield do.RequireSpare()
     for parent in parents:
         yield do.RemoveEmpty(parent)
     if role.ours:
