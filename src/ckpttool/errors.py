@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 Severity = Literal["error", "note"]
 
@@ -28,10 +28,24 @@ class Problem:
     severity: Severity = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What an error has to show in rows and columns."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 class CkpttoolError(Exception):
     """Base of every error that a user may see. Exit code 70 means that the fault is ours."""
 
     exit_code: ClassVar[int] = 70
+
+    table: Table | None = None
+    """Shown to people below the message."""
+
+    data: Any = None
+    """The same for programs, as values that JSON has."""
 
     def __init__(self, message: str, *, hint: str = "", code: str = "", problems: Iterable[Problem] = ()) -> None:
         super().__init__(message)

@@ -10,10 +10,13 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from types import MappingProxyType
 
 Index = tuple[int, ...]
+
+Box = tuple[Index, Index]
+"""Offset and size in every dimension, in the coordinates of the whole tensor."""
 
 MOST_COMPARISONS = 5_000_000
 """Comparisons of boxes that an irregular tiling may cost; no real checkpoint needs them."""
@@ -67,8 +70,9 @@ class Place:
 
     ``file`` is relative to the source's root; ``offset`` and ``length`` (bytes) delimit what ``wrap`` names;
     ``start`` is the first element, in elements from the begin of the payload; ``strides`` are in elements
-    (``None``: C order). Finding the payload inside a container is left to the reader, because opening a
-    checkpoint must not touch every record of it.
+    (``None``: C order). ``crc`` is the CRC-32 of the whole payload as its writer recorded it; 0 is "not recorded".
+    Finding the payload inside a container is left to the reader, because opening a checkpoint must not touch every
+    record of it.
     """
 
     file: str
@@ -77,6 +81,7 @@ class Place:
     wrap: Wrap = Wrap.RAW
     start: int = 0
     strides: Index | None = None
+    crc: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,28 @@ def extent(size: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in size:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(size, strides, strict=True))
+
+
+def overlap(box: Box, other: Box) -> Box | None:
+    """Return the box that two boxes share, or ``None`` when they share no element."""
+    starts = tuple(map(max, box[0], other[0]))
+    size = tuple(min(o + n, p + m) - s for o, n, p, m, s in zip(*box, *other, starts, strict=True))
+    return (starts, size) if all(n > 0 for n in size) else None
+
+
+def bands(shape: Index, most: int) -> Iterator[Box]:
+    """Cut a tensor into boxes that are contiguous in C order, in that order, of at most ``most`` elements each."""
+    if not math.prod(shape):
+        return
+    axis = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most), len(shape))
+    if axis == len(shape):  # a single element, whatever it takes
+        yield (), ()
+        return
+    step = max(most // math.prod(shape[axis + 1 :]), 1)
+    behind, whole = (0,) * (len(shape) - axis - 1), shape[axis + 1 :]
+    for lead in product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], step):
+            yield (*lead, start, *behind), ((1,) * axis + (min(step, shape[axis] - start), *whole))
 
 
 def tiling_faults(shape: Index, boxes: Iterable[tuple[Index, Index]]) -> Iterator[str]:

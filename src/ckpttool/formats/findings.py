@@ -47,9 +47,9 @@ def listing(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(shown[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """Write a number with its noun: ``1 shard``, ``4 shards``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
 
 
 def ranges(ranks: Iterable[int]) -> str:

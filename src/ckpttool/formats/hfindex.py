@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,13 @@ from ckpttool.formats.jsonfile import INDEX_MOST, read_object
 from ckpttool.tensors import TensorInfo
 
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:
+    """Return the content of ``model.safetensors.index.json`` as transformers writes it; the size is in bytes."""
+    metadata = {"total_parameters": total_parameters, "total_size": total_size}
+    index = {"metadata": metadata, "weight_map": dict(weight_map)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def check_numbering(weights: list[str], found: Findings) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats import torchzip
 from ckpttool.formats.jsonfile import parse_json
-from ckpttool.tensors import DTYPE_BITS, Piece, Place, TensorInfo, Wrap, dtype_bytes
+from ckpttool.tensors import DTYPE_BITS, Index, Piece, Place, TensorInfo, Wrap, dtype_bytes
 
 HEADER_MOST = 100_000_000  # the safetensors library's own limit
 
@@ -43,6 +45,38 @@ DTYPES: Mapping[str, str] = MappingProxyType(
 """torch's names for the dtypes of safetensors headers."""
 
 
+SAFETENSORS_NAMES: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPES.items()})
+"""The names that safetensors headers have for torch's dtypes."""
+
+METADATA = "__metadata__"
+"""The key of a header that names no tensor."""
+
+
+class Entry(NamedTuple):
+    """A tensor to write."""
+
+    name: str
+    dtype: str
+    shape: Index
+
+
+def header_bytes(entries: Iterable[Entry], align: int) -> bytes:
+    """Return the first bytes of a file that holds these tensors in this order, one behind the other.
+
+    The length counts in: 8 bytes of it, then JSON with ``{"format": "pt"}`` (without which several versions of
+    transformers do not load the file), then spaces up to a multiple of ``align``.
+    """
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in entries:
+        end = at + dtype_bytes(dtype, math.prod(shape))
+        header[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = text.ljust(-(-(len(text) + 8) // align) * align - 8)
+    return len(padded).to_bytes(8, "little") + padded
+
+
 def read_safetensors(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors that a safetensors header lists, after holding it against the file's size.
 
@@ -58,14 +92,14 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
     header = parse_json(torchzip.read_range(path, 8, length), path.name)
     if not isinstance(header, dict):
         raise BrokenCheckpoint(f"{path.name}: its header is no JSON object", code="bad-header")
-    begin, meta = 8 + length, header.get("__metadata__")
+    begin, meta = 8 + length, header.get(METADATA)
     if isinstance(meta, dict) and "DCP_SHARDING_INFO" in meta:
         raise BrokenCheckpoint(
             f"{path.name}: parts of tensors, as torch's DCP writes them in safetensors form",
             hint="torch joins them: torch.distributed.checkpoint._consolidate_hf_safetensors.",
             code="dcp-sharded",
         )
-    tensors = {str(k): _entry(path, str(k), v, begin) for k, v in header.items() if k != "__metadata__"}
+    tensors = {str(k): _entry(path, str(k), v, begin) for k, v in header.items() if k != METADATA}
     _check_coverage(path, tensors, begin, size)
     return tensors
 

@@ -21,6 +21,9 @@ _EOCD64_LOCATOR = struct.Struct("<4sLQL")
 _EOCD64 = struct.Struct("<4sQHHLLQQQQ")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_HEADER = _LOCAL.size
+"""Bytes of a record's local header before its name."""
+
 _TAIL = 66_000  # the end record and its longest comment
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46")
 

@@ -1,0 +1,228 @@
+"""A conversion as data: which rows of which tensors make up which target, in which file, and what is left out.
+
+A target is a concatenation along its first axis of :class:`Rows` of source tensors, so that a plan grows with the
+number of tensors, never with their rows. Nothing here touches a byte of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+
+from ckpttool.errors import Problem
+from ckpttool.formats.findings import Findings, listing
+from ckpttool.formats.safetensorsfile import METADATA, SAFETENSORS_NAMES, Entry, header_bytes
+from ckpttool.tensors import Box, Index, TensorInfo, dtype_bytes, tiling_faults
+
+PAGE = 4096
+"""Blocks of file systems: where source and target both begin at one, some share it instead of copying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A run of rows of a source tensor.
+
+    ``lead`` are fixed indices of its first axes (a layer, an expert); the axis after them is the one that is counted:
+    ``count`` rows from ``start`` on, in blocks of ``block`` rows of which each begins ``step`` rows after the one
+    before (query groups, interleaved projections; without blocks one after the other). ``column`` is the first one
+    taken of the axis after that; how many follows from the target.
+    """
+
+    source: str
+    start: int
+    count: int
+    lead: Index = ()
+    block: int = 0
+    step: int = 0
+    column: int = 0
+
+    def boxes(self, first: int, box: Box) -> Iterator[tuple[slice, Box]]:
+        """Yield where the rows of a target's box come from: the rows of the box, and the box of the source.
+
+        ``first`` is the target's row with which this run begins; rows of other runs are left out.
+        """
+        (row, *offset), (rows, *size) = box
+        at, end = max(row, first), min(row + rows, first + self.count)
+        offset = [offset[0] + self.column, *offset[1:]] if offset else []
+        while at < end:
+            block, inside = divmod(at - first, self.block or self.count)
+            taken = min(end - at, (self.block or self.count) - inside)
+            begin = self.start + block * self.step + inside
+            source = ((*self.lead, begin, *offset), (*(1 for _ in self.lead), taken, *size))
+            yield slice(at - row, at - row + taken), source
+            at += taken
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor to write; its dtype may be another one than that of its sources, which is a cast."""
+
+    name: str
+    dtype: str
+    shape: Index
+    parts: tuple[Rows, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return dtype_bytes(self.dtype, math.prod(self.shape))
+
+    def sources(self, box: Box) -> Iterator[tuple[str, slice | EllipsisType, Box]]:
+        """Yield for a box of the target: source name, which rows of the box, the box of the source."""
+        if not self.shape:
+            yield self.parts[0].source, ..., (self.parts[0].lead, (1,) * len(self.parts[0].lead))
+            return
+        first = 0
+        for part in self.parts:
+            for rows, source in part.boxes(first, box):
+                yield part.source, rows, source
+            first += part.count
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A source tensor that is not written: by which rule, and why."""
+
+    name: str
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A safetensors file: its targets in the order of their bytes, and its whole header."""
+
+    name: str
+    targets: tuple[Target, ...]
+    header: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + sum(target.nbytes for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A file to copy byte for byte: its name in the output, where it lies, its bytes."""
+
+    name: str
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole output directory: files of tensors, files to copy, small files with their content; what is left out."""
+
+    weights: tuple[WeightFile, ...]
+    copies: tuple[SideFile, ...]
+    contents: Mapping[str, bytes]
+    dropped: tuple[Dropped, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the directory."""
+        small = sum(map(len, self.contents.values())) + sum(file.bytes for file in self.copies)
+        return small + sum(file.nbytes for file in self.weights)
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """All tensors to write."""
+        return tuple(target for file in self.weights for target in file.targets)
+
+
+def whole(tensor: TensorInfo, name: str = "", dtype: str = "") -> Target:
+    """Return the target that is one source tensor as it is, but for its name or dtype."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    return Target(name or tensor.name, dtype or tensor.dtype, tensor.shape, (Rows(tensor.name, 0, rows),))
+
+
+def weight_files(targets: Sequence[Target], most: int) -> tuple[WeightFile, ...]:
+    """Distribute targets over files of at most ``most`` bytes of tensors, cut and named as transformers does it.
+
+    Files are filled in order; a tensor larger than the limit gets a file of its own. In a file, tensors of whole
+    pages come first, so that as many as possible begin at a page, then by the size of their elements.
+    """
+    groups = list(_groups(targets, most)) or [[]]
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    return tuple(
+        _weight_file(name, group)
+        for name, group in zip(names if len(groups) > 1 else ["model.safetensors"], groups, strict=True)
+    )
+
+
+def _groups(targets: Iterable[Target], most: int) -> Iterator[list[Target]]:
+    """Yield the tensors of one file after the other, as ``split_torch_state_dict_into_shards`` groups them."""
+    group: list[Target] = []
+    held = 0
+    for target in targets:
+        if target.nbytes > most:
+            yield [target]
+            continue
+        if held + target.nbytes > most:
+            yield group
+            group, held = [], 0
+        group.append(target)
+        held += target.nbytes
+    if group:
+        yield group
+
+
+def _weight_file(name: str, targets: Iterable[Target]) -> WeightFile:
+    ordered = sorted(targets, key=lambda t: (t.nbytes % PAGE != 0, -dtype_bytes(t.dtype, 1)))
+    return WeightFile(name, tuple(ordered), header_bytes([Entry(t.name, t.dtype, t.shape) for t in ordered], PAGE))
+
+
+def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mapping[str, TensorInfo]) -> list[Problem]:
+    """Return everything that is wrong with a plan: the sum of its parts is each source once, and each target once."""
+    found = Findings()
+    for name, times in Counter(target.name for target in targets).items():
+        if times > 1:
+            found.group("target-twice", f"{times} tensors would be written under one name", name)
+    for target in targets:
+        _check_target(target, sources, found)
+    used = _used(targets)
+    left_out = {drop.name for drop in dropped}
+    for name, tensor in sources.items():
+        if name in left_out and name in used:
+            found.group("dropped-and-used", "both written and left out", name)
+        elif name not in left_out | used.keys():
+            found.group("unused", "neither written nor left out by a rule", name)
+        for fault in tiling_faults(tensor.shape, used[name]) if name in used else ():
+            found.group("not-once", f"not written exactly once: {fault}", name)
+    return list(found.all())
+
+
+def _used(targets: Iterable[Target]) -> dict[str, list[Box]]:
+    """Return which boxes of which sources targets are made of."""
+    used: dict[str, list[Box]] = {}
+    for target in targets:
+        for part in target.parts:
+            used.setdefault(part.source, [])
+        for source, _, box in target.sources(((0,) * len(target.shape), target.shape)):
+            used[source].append(box)
+    return used
+
+
+def _check_target(target: Target, sources: Mapping[str, TensorInfo], found: Findings) -> None:
+    if target.dtype not in SAFETENSORS_NAMES:
+        found.group("unwritable-dtype", f"safetensors has no {target.dtype}", target.name)
+    if target.name == METADATA or not _is_text(target.name):
+        found.group("unwritable-name", "no name that safetensors can hold", target.name)
+    absent = [part.source for part in target.parts if part.source not in sources]
+    if absent:
+        found.group("source-missing", f"made of {listing(absent)}, which the checkpoint does not have", target.name)
+    elif target.shape and sum(part.count for part in target.parts) != target.shape[0]:
+        found.group("rows-disagree", "its parts have not as many rows as it has", target.name)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which a pickle can hold
+        return False
+    return True

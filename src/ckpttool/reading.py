@@ -1,0 +1,181 @@
+"""Read boxes of tensors from where their pieces lie, into buffers of the caller. Nothing larger is ever held.
+
+A part of a piece that lies in one run of the file is one positioned read; where the buffer takes it as it lies, it
+goes straight there. Other strides (a transposed view, a slice of columns) are read as the run that spans them when
+that is not much more than them, and are cut in half along the widest stride until it is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType, TracebackType
+
+import numpy as np
+
+from ckpttool.elements import Array
+from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
+from ckpttool.formats.payload import Payload, locate
+from ckpttool.tensors import Box, Index, Piece, Place, TensorInfo, contiguous_strides, extent, overlap
+
+BAND = 8 << 20
+"""Bytes that are moved at once. Measured: less costs more system calls, more is slower (it leaves the cache)."""
+
+OPEN_FILES = 64
+"""Files that a reader keeps open; a checkpoint of 1,024 ranks has more than a process may open."""
+
+PAYLOADS = 1 << 12
+"""Places whose headers a reader remembers: those of one tensor are asked for again with every band."""
+
+SPARSE = 4
+"""How many times the wanted bytes a run may have and still be read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The pieces of a tensor by where they begin on the first axis; ``longest`` is the most rows one has."""
+
+    sorted: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    longest: int
+
+
+class Reader:
+    """Reads from the files below ``root``. Not shared between threads: each has its own files and scratch."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._payloads: dict[Place, Payload] = {}
+        self._pieces: tuple[TensorInfo, _Pieces] | None = None
+        self._scratch: Array = np.empty(0, np.uint8)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def read(self, tensor: TensorInfo, box: Box, out: Array) -> None:
+        """Fill ``out`` (of the box's size and the tensor's dtype) with the elements of a box of a tensor.
+
+        Raises :class:`BrokenCheckpoint` when a file is not what its index said, or the pieces leave a hole.
+        """
+        filled = 0
+        for piece in self._overlapping(tensor, box):
+            shared = overlap(box, (piece.offset, piece.size))
+            if shared is not None:
+                self.read_piece(tensor, piece, shared, out[_slices(shared, box[0])])
+                filled += math.prod(shared[1])
+        if filled != math.prod(box[1]):
+            raise BrokenCheckpoint(f"{tensor.name}: {math.prod(box[1]) - filled:,} elements are in no piece")
+
+    def _overlapping(self, tensor: TensorInfo, box: Box) -> Iterator[Piece]:
+        """Yield the pieces that may overlap a box: most tensors are cut along the first axis."""
+        if len(tensor.pieces) < 8 or not tensor.shape:
+            yield from tensor.pieces
+            return
+        if self._pieces is None or self._pieces[0] is not tensor:
+            self._pieces = tensor, _by_first_axis(tensor.pieces)
+        index, (first, rows) = self._pieces[1], (box[0][0], box[1][0])
+        yield from index.sorted[
+            bisect_left(index.starts, first - index.longest + 1) : bisect_left(index.starts, first + rows)
+        ]
+
+    def read_piece(self, tensor: TensorInfo, piece: Piece, box: Box, out: Array) -> None:
+        """Fill ``out`` with the part of one stored piece that a box (in the tensor's coordinates) names."""
+        payload = self._payload(piece.place)
+        steps = payload.strides if payload.strides is not None else contiguous_strides(piece.size)
+        local = tuple(o - p for o, p in zip(box[0], piece.offset, strict=True))
+        first = payload.start + sum(map(int.__mul__, local, steps))
+        if (first + extent(box[1], steps)) * out.itemsize > payload.length:
+            raise BrokenCheckpoint(f"{piece.place.file}: {tensor.name} reaches out of its storage")
+        self._read(piece.place.file, payload.offset, first, steps, out)
+
+    def _read(self, file: str, base: int, first: int, steps: Index, out: Array) -> None:
+        """Read a strided box that begins at element ``first`` of a payload."""
+        span, at = extent(out.shape, steps), base + first * out.itemsize
+        if span == out.size and _in_order(out.shape, steps):
+            if out.flags.c_contiguous:
+                self._fill(file, at, out.reshape(-1).view(np.uint8))
+            else:
+                self._through_scratch(file, at, span, contiguous_strides(out.shape), out)
+        elif span <= SPARSE * out.size and span * out.itemsize <= BAND:
+            self._through_scratch(file, at, span, steps, out)
+        else:
+            self._halves(file, base, first, steps, out)
+
+    def _through_scratch(self, file: str, at: int, span: int, steps: Index, out: Array) -> None:
+        """Read a run and copy the elements that are wanted to their places; too large a run goes in halves."""
+        if span * out.itemsize > BAND:
+            self._halves(file, at, 0, steps, out)
+            return
+        if self._scratch.size < span * out.itemsize:
+            self._scratch = np.empty(BAND, np.uint8)
+        run = self._scratch[: span * out.itemsize]
+        self._fill(file, at, run)
+        bytes_ = tuple(step * out.itemsize for step in steps)
+        out[...] = np.ndarray(out.shape, out.dtype, run.data, 0, bytes_)
+
+    def _halves(self, file: str, base: int, first: int, steps: Index, out: Array) -> None:
+        axis = max((d for d in range(out.ndim) if out.shape[d] > 1), key=lambda d: steps[d] * (out.shape[d] - 1))
+        middle = out.shape[axis] // 2
+        before, behind = (slice(None),) * axis + (slice(0, middle),), (slice(None),) * axis + (slice(middle, None),)
+        self._read(file, base, first, steps, out[before])
+        self._read(file, base, first + middle * steps[axis], steps, out[behind])
+
+    def _payload(self, place: Place) -> Payload:
+        known = self._payloads.get(place)
+        if known is None:
+            if len(self._payloads) >= PAYLOADS:
+                self._payloads.clear()
+            known = self._payloads[place] = locate(self._root / place.file, self._open(place.file), place)
+        return known
+
+    def _open(self, file: str) -> int:
+        handle = self._files.get(file)
+        if handle is not None:
+            self._files.move_to_end(file)
+            return handle
+        if len(self._files) >= OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        try:
+            handle = os.open(self._root / file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise NotACheckpoint(f"{self._root / file}: {error.strerror}", code="unreadable") from error
+        self._files[file] = handle
+        return handle
+
+    def _fill(self, file: str, at: int, out: Array) -> None:
+        """Read exactly as many bytes as fit; a short file is one that was changed since its index was read."""
+        handle, view = self._open(file), memoryview(out.data).cast("B") if out.size else memoryview(b"")
+        while view:
+            try:
+                count = os.preadv(handle, [view], at)
+            except OSError as error:
+                raise BrokenCheckpoint(f"{self._root / file}: {error.strerror}", code="unreadable") from error
+            if not count:
+                raise BrokenCheckpoint(f"{self._root / file}: ends early; was it changed meanwhile?", code="truncated")
+            view, at = view[count:], at + count
+
+
+def _by_first_axis(pieces: tuple[Piece, ...]) -> _Pieces:
+    ordered = tuple(sorted(pieces, key=lambda piece: piece.offset[0]))
+    return _Pieces(ordered, tuple(p.offset[0] for p in ordered), max(p.size[0] for p in ordered))
+
+
+def _slices(box: Box, origin: Index) -> tuple[slice | EllipsisType, ...]:
+    """Return the index of a box in the array of a larger one; the dots keep a 0-d result an array."""
+    return (*(slice(o - begin, o - begin + n) for o, n, begin in zip(*box, origin, strict=True)), ...)
+
+
+def _in_order(size: Index, steps: Index) -> bool:
+    """Tell whether a strided box lies in C order without gaps; an axis of one element may have any stride."""
+    wanted = contiguous_strides(size)
+    return all(n == 1 or step == want for n, step, want in zip(size, steps, wanted, strict=True))

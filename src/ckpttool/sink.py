@@ -1,0 +1,209 @@
+"""Carry a plan out: move the bytes band by band into safetensors files, in memory that does not depend on the model.
+
+One thread writes a file. The system is asked to write each band to the disk as soon as it is there, so that the sync
+at the end has little left to wait for: measured, that nearly halves the time of a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpttool.elements import Array, cast, dtype_of
+from ckpttool.errors import BrokenCheckpoint
+from ckpttool.formats.safetensorsfile import SAFETENSORS_NAMES
+from ckpttool.plan import Plan, Target, WeightFile
+from ckpttool.reading import BAND, Reader
+from ckpttool.staging import copy_file, write_file
+from ckpttool.tensors import Box, TensorInfo, bands
+
+Progress = Callable[[int], None]
+
+
+def execute(
+    plan: Plan,
+    sources: Mapping[str, TensorInfo],
+    root: Path,
+    folder: Path,
+    *,
+    threads: int = 1,
+    progress: Progress = lambda _bytes: None,
+) -> Mapping[str, int]:
+    """Fill a folder with everything that a plan says, and open the result again to hold it against the plan.
+
+    Returns by target how many finite elements a cast made infinite. Raises ``OSError`` when the system refuses to
+    write, :class:`BrokenCheckpoint` when a source cannot be read any more.
+    """
+    overflows = write_weights(plan.weights, sources, root, folder, threads=threads, progress=progress)
+    for file in plan.copies:
+        (folder / file.name).parent.mkdir(exist_ok=True)
+        copy_file(Path(file.path), folder / file.name)
+    for name, content in plan.contents.items():
+        write_file(folder / name, content)
+    check_written(plan.weights, folder)
+    return overflows
+
+
+class _Stopped(Exception):
+    """Another thread has failed: its error is the one to tell."""
+
+
+def write_weights(
+    files: Sequence[WeightFile],
+    sources: Mapping[str, TensorInfo],
+    root: Path,
+    folder: Path,
+    *,
+    threads: int = 1,
+    progress: Progress = lambda _bytes: None,
+) -> Mapping[str, int]:
+    """Write weight files into a folder, each by one thread, synced; see :func:`execute`."""
+    job = _Job(sources, root, folder, progress)
+    if threads == 1 or len(files) == 1:
+        for file in files:
+            job.write(file)
+    else:
+        _in_threads(job, files, threads)
+    return dict(job.overflows)
+
+
+def _in_threads(job: _Job, files: Sequence[WeightFile], threads: int) -> None:
+    with ThreadPoolExecutor(min(threads, len(files))) as pool:
+        futures = [pool.submit(job.write, file) for file in files]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            job.stop.set()
+            pool.shutdown(cancel_futures=True)
+    errors = [f.exception() for f in futures if not f.cancelled()]
+    for error in sorted(filter(None, errors), key=lambda e: isinstance(e, _Stopped)):
+        raise error
+
+
+class _Job:
+    """What the threads share."""
+
+    def __init__(self, sources: Mapping[str, TensorInfo], root: Path, folder: Path, progress: Progress) -> None:
+        self.sources, self.root, self.folder = sources, root, folder
+        self.stop = threading.Event()
+        self.overflows: Counter[str] = Counter()
+        self._progress, self._lock = progress, threading.Lock()
+
+    def write(self, file: WeightFile) -> None:
+        """Write one file from its header to its last byte."""
+        handle = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with Reader(self.root) as reader:
+                output = _Output(handle, self._advance)
+                output.append(np.frombuffer(file.header, np.uint8))
+                mover = _Mover(self.sources, reader, output)
+                for target in file.targets:
+                    if lost := mover.move(target):
+                        self.overflows[target.name] += lost
+                output.finish()
+        finally:
+            os.close(handle)
+
+    def _advance(self, count: int) -> None:
+        if self.stop.is_set():
+            raise _Stopped
+        with self._lock:
+            self._progress(count)
+
+
+class _Output:
+    """A file that grows by whole buffers, so that many small tensors are one write."""
+
+    def __init__(self, handle: int, advance: Progress) -> None:
+        self._handle, self._advance = handle, advance
+        self._buffer: Array = np.empty(BAND, np.uint8)
+        self._held = self._at = 0
+
+    def room(self, count: int) -> Array:
+        """Return the next ``count`` bytes, to be filled before the next call; at most a band."""
+        if self._held + count > self._buffer.size:
+            self._flush()
+        room = self._buffer[self._held : self._held + count]
+        self._held += count
+        return room
+
+    def append(self, content: Array) -> None:
+        """Append bytes of any length."""
+        for begin in range(0, content.size, BAND):
+            part = content[begin : begin + BAND]
+            self.room(part.size)[:] = part
+
+    def finish(self) -> None:
+        """Write what is left and wait until all of it is on the disk."""
+        self._flush()
+        os.fsync(self._handle)
+
+    def _flush(self) -> None:
+        view = memoryview(self._buffer.data)[: self._held]
+        begin = self._at
+        while view:
+            count = os.pwrite(self._handle, view, self._at)
+            view, self._at = view[count:], self._at + count
+        with suppress(AttributeError, OSError):  # a hint, which not every system has
+            os.posix_fadvise(self._handle, begin, self._at - begin, os.POSIX_FADV_DONTNEED)
+        self._held = 0
+        self._advance(self._at - begin)
+
+
+class _Mover:
+    """Reads targets band by band into an output, casting where the plan says so."""
+
+    def __init__(self, sources: Mapping[str, TensorInfo], reader: Reader, output: _Output) -> None:
+        self._sources, self._reader, self._output = sources, reader, output
+        self._uncast: Array = np.empty(0, np.uint8)
+
+    def move(self, target: Target) -> int:
+        """Append one target; return how many finite elements its cast made infinite."""
+        dtype, lost = dtype_of(target.dtype), 0
+        widest = max(dtype.itemsize, *(dtype_of(self._sources[p.source].dtype).itemsize for p in target.parts))
+        for box in bands(target.shape, BAND // widest):
+            room = self._output.room(math.prod(box[1]) * dtype.itemsize).view(dtype)
+            for name, where, source in target.sources(box):
+                lost += self._read(self._sources[name], source, target.dtype, room.reshape(box[1])[where])
+        return lost
+
+    def _read(self, tensor: TensorInfo, box: Box, dtype: str, out: Array) -> int:
+        if tensor.dtype == dtype:
+            self._reader.read(tensor, box, out.reshape(box[1]))
+            return 0
+        stored, count = dtype_of(tensor.dtype), math.prod(box[1])
+        if not self._uncast.size:
+            self._uncast = np.empty(BAND, np.uint8)
+        uncast = self._uncast[: count * stored.itemsize].view(stored)
+        self._reader.read(tensor, box, uncast.reshape(box[1]))
+        return cast(uncast.reshape(out.shape), out, tensor.dtype, dtype)
+
+
+def check_written(files: Sequence[WeightFile], folder: Path) -> None:
+    """Open what was written with the safetensors library and hold it against the plan: names, shapes, dtypes, sizes.
+
+    Raises :class:`BrokenCheckpoint` naming the first file that is not as planned.
+    """
+    for file in files:
+        found = _opened(folder / file.name)
+        wanted = {t.name: (SAFETENSORS_NAMES[t.dtype], t.shape) for t in file.targets}
+        size = (folder / file.name).stat().st_size
+        if found != wanted or size != file.nbytes:
+            raise BrokenCheckpoint(f"{file.name}: what was written is not what was planned", code="not-as-planned")
+
+
+def _opened(path: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

@@ -1,0 +1,202 @@
+"""A directory that appears complete or not at all.
+
+It is filled under the name ``NAME.partial-<random>`` beside its own, synced and renamed. Whoever fills it holds a lock
+on it, so that what a killed run left behind can be told from what another run is busy with, and is cleared. What
+``force`` replaces waits under ``NAME.replaced-<random>`` until the new directory is in; it comes back if that fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpttool.errors import CannotWrite, NotACheckpoint
+
+PARTIAL, REPLACED = ".partial-", ".replaced-"
+
+
+@contextmanager
+def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield a folder to fill, which gets the name ``target`` when the block ends without an exception.
+
+    Raises :class:`CannotWrite` when the system refuses, or when ``target`` exists and is not to be replaced.
+    """
+    folder, lock = None, -1
+    try:
+        if not target.parent.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+        clear_stale(target)
+        folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{PARTIAL}", dir=target.parent))
+        lock = _lock(folder)
+        folder.chmod(0o777 & ~_umask())
+        yield folder
+        sync(folder)
+        _move_in(folder, target, force=force)
+    except OSError as error:
+        raise _cannot(target, error) from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """Open a directory and lock it where the file system has locks; the lock ends with the process."""
+    handle = os.open(path, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def _cannot(target: Path, error: OSError) -> CannotWrite:
+    code = errno.errorcode.get(error.errno or 0, "")
+    hint = "Free some space, or choose another place with -o." if code in ("ENOSPC", "EDQUOT") else ""
+    return CannotWrite(f"{target}: {error.strerror or error}; nothing was left there", hint=hint, code=code)
+
+
+def check_target(target: Path, *, force: bool, replaceable: bool) -> None:
+    """Raise :class:`CannotWrite` for a target that exists, unless ``force`` replaces it.
+
+    ``replaceable`` tells whether what is there is of the kind that is written: nothing else is ever replaced.
+    """
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise CannotWrite(f"{target}: exists already", hint="Name another directory, or replace it with --force.")
+    if not replaceable:
+        raise CannotWrite(
+            f"{target}: no directory of the kind that is written here, so --force does not replace it",
+            hint="Name another directory, or move it away yourself.",
+        )
+
+
+def check_outside(target: Path, sources: Iterable[Path]) -> None:
+    """Raise :class:`CannotWrite` for a target that lies in a source or around one."""
+    real = Path(os.path.realpath(target))
+    for source in (Path(os.path.realpath(source)) for source in sources):
+        if real == source or source in real.parents:
+            raise CannotWrite(f"{target}: lies in the checkpoint that is read", hint="Choose a place outside of it.")
+        if real in source.parents:
+            raise CannotWrite(f"{target}: the checkpoint that is read lies in it", hint="Choose another place.")
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Raise :class:`CannotWrite` where one may not write, or where ``needed`` bytes are not free."""
+    there = next(folder for folder in Path(os.path.realpath(target)).parents if folder.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise CannotWrite(f"{there}: no permission to write there", hint="Choose another place with -o.")
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise CannotWrite(
+            f"{there}: {needed:,} bytes are needed, {free:,} are free",
+            hint="Choose a place on another disk with -o.",
+            code="no-space",
+        )
+
+
+def clear_stale(target: Path) -> list[str]:
+    """Remove what killed runs left beside a target, and give a directory back that one had moved aside."""
+    mine = (target.name + PARTIAL, target.name + REPLACED)
+    names = sorted(os.listdir(target.parent)) if target.parent.is_dir() else []
+    return [name for name in names if name.startswith(mine) and _clear(target, name)]
+
+
+def _clear(target: Path, name: str) -> bool:
+    path = target.parent / name
+    if path.is_symlink() or not path.is_dir():
+        return False
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if name.startswith(target.name + REPLACED) and not os.path.lexists(target):
+            path.rename(target)
+        else:
+            shutil.rmtree(path)
+    except OSError:  # another run is busy with it, or it is not ours to touch
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _move_in(folder: Path, target: Path, *, force: bool) -> None:
+    """Give the folder its name; what has it already is moved aside, and comes back when anything fails."""
+    aside, lock = target.with_name(folder.name.replace(PARTIAL, REPLACED)), -1
+    try:
+        if os.path.lexists(target):
+            if not force:
+                raise CannotWrite(f"{target}: exists already; it was made meanwhile", hint="Name another directory.")
+            lock = _lock(target)
+            target.rename(aside)
+        folder.rename(target)
+        sync(target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    except BaseException:
+        _move_back(folder, target, aside)
+        raise
+    finally:
+        if lock >= 0:
+            os.close(lock)
+
+
+def _move_back(folder: Path, target: Path, aside: Path) -> None:
+    if not folder.exists():  # it has its name already
+        target.rename(folder)
+    if aside.exists() and not os.path.lexists(target):
+        aside.rename(target)
+
+
+def sync(path: Path) -> None:
+    """Make the names in a directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file, durably, with the mode that the umask leaves."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(handle, view) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the bytes of a file, durably, to one with the mode that the umask leaves.
+
+    Raises :class:`NotACheckpoint` when the source cannot be read.
+    """
+    try:
+        reading = os.open(source, os.O_RDONLY)
+    except OSError as error:
+        raise NotACheckpoint(f"{source}: {error.strerror}", code="unreadable") from error
+    writing = -1
+    try:
+        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        while part := memoryview(os.read(reading, 1 << 20)):
+            while part:
+                part = part[os.write(writing, part) :]
+        os.fsync(writing)
+    finally:
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
