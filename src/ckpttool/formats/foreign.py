@@ -34,10 +34,10 @@ _BY_NAME = (
         "DeepSpeed's own zero_to_fp32.py, which lies beside it, joins the shards.",
     ),
     (
-        "accelerate-local",
-        "accelerate FSDP shards of LOCAL_STATE_DICT",
-        re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"),
-        "These flattened shards only load on as many ranks as wrote them.",
+        "accelerate-optimizer",
+        "accelerate's optimizer shards of FSDP, without the model",
+        re.compile(r"optimizer(_\d+)?_rank\d+\.bin"),
+        "The weights are in pytorch_model_fsdp_*: copy them here too.",
     ),
     (
         "megatron-legacy",

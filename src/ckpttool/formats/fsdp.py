@@ -1,52 +1,44 @@
 """FSDP shards: one ``torch.save`` file a rank, ``model_world_size_<W>_rank_<R>.pt`` (verl, SkyRL and others).
 
-Every rank's index is read (its zip directory and ``data.pkl``), no tensor. A value is a ``DTensor`` or
+accelerate names them ``pytorch_model_fsdp_<I>_rank<R>.bin``: the size of the world is in the meshes then. Every rank's
+index is read (its zip directory and ``data.pkl``), no tensor. A value is a ``DTensor`` or
 ``ShardedTensor`` (sharded, as its placements say) or a plain tensor (replicated: every rank stores all of it).
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
-from ckpttool.formats.findings import OTHER_NODES, Findings, listing, ranges
-from ckpttool.formats.jsonfile import read_object
+from ckpttool.formats.findings import Findings, counted, listing, ranges
 from ckpttool.formats.mesh import Mesh
 from ckpttool.formats.rank import PLAIN, WHOLE, Held, RankReader
+from ckpttool.formats.shardfiles import (
+    CONFIG_FILE,
+    KINDS,
+    ShardFiles,
+    check_files,
+    check_twice,
+    choose_world_size,
+    open_shard,
+    scan,
+)
 from ckpttool.records import SHARD_NAMES
 from ckpttool.telling import tell
 from ckpttool.tensors import Index, Piece, Place, TensorInfo, tiling_faults
 from ckpttool.unpickle import loads, name_of
 
 FORMAT = "fsdp"
-KINDS = ("model", "optim", "extra_state")
-SHARD_FILE = re.compile(rf"({'|'.join(KINDS)})_world_size_([1-9]\d{{0,5}})_rank_(\d{{1,6}})\.pt")
-CONFIG_FILE = "fsdp_config.json"
+_FLAT = re.compile(r"(.*\.)?_flat_param")
 _AGREED = ("dtype", "shape", "placement")
 _ADAPTER = re.compile(r"lora_|\.adapter_")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardFiles:
-    """The shard files of a directory: kind, then world size, then rank to file name."""
-
-    by_kind: Mapping[str, Mapping[int, Mapping[int, str]]]
-
-    def ranks(self, kind: str, world_size: int) -> Mapping[int, str]:
-        """Return rank to file name of one set; empty where there is none."""
-        return self.by_kind.get(kind, {}).get(world_size, {})
-
-    def missing(self, kind: str, world_size: int) -> list[int]:
-        """Return the ranks of ``range(world_size)`` that have no file."""
-        present = self.ranks(kind, world_size)
-        return [rank for rank in range(world_size) if rank not in present]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +66,11 @@ class FsdpSource:
         return bool(self.tensors) and all(map(_ADAPTER.search, self.tensors))
 
 
-def scan(path: Path) -> ShardFiles:
-    """List the shard files of a directory by kind, world size and rank."""
-    found: dict[str, dict[int, dict[int, str]]] = {}
-    for name in sorted(os.listdir(path)):
-        match = SHARD_FILE.fullmatch(name)
-        if match:
-            kind, world_size, rank = match[1], int(match[2]), int(match[3])
-            found.setdefault(kind, {}).setdefault(world_size, {})[rank] = name
-    return ShardFiles(MappingProxyType(found))
-
-
 def detect(path: Path) -> tuple[str, ...] | None:
     """Return the evidence for a directory of FSDP shards, by file names alone, or ``None``."""
     files = scan(path)
+    if files.models:
+        return (f"{counted(len(next(iter(files.by_kind['model'].values()))), 'file')} pytorch_model_fsdp_*rank*.bin",)
     evidence = [
         f"{len(ranks)} of {world_size} {kind}_world_size_{world_size}_rank_*.pt"
         for kind, sets in files.by_kind.items()
@@ -100,12 +83,20 @@ def detect(path: Path) -> tuple[str, ...] | None:
     return tuple(evidence)
 
 
-def open_(path: Path, world_size: int | None = None) -> FsdpSource:
-    """Open a directory of shards; damage becomes :attr:`FsdpSource.problems`, :class:`Refused` is raised."""
-    files = scan(path)
+def open_(
+    path: Path, world_size: int | None = None, *, also: Sequence[Path] = (), kinds: Sequence[str] = KINDS
+) -> FsdpSource:
+    """Open a directory of shards; damage becomes :attr:`FsdpSource.problems`, :class:`Refused` is raised.
+
+    ``also`` are further directories of the same save (other nodes); only files of these ``kinds`` are looked at.
+    """
+    files = scan(path, also)
     found = Findings()
-    size = world_size or _choose_world_size(path, files, found)
-    _check_files(path, files, size, found)
+    size = choose_world_size(path, files, found, world_size)
+    if files.models:
+        size, files = _accelerate_world(path, size, files, found)
+    check_twice(path, files, found)
+    check_files(path, files, size, kinds, found)
     held: dict[str, dict[int, Held]] = {}
     unread: set[tuple[str, int]] = set()
     meshes: list[Mesh] = []
@@ -113,7 +104,7 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
     for rank, name in files.ranks("model", size).items():
         tell(f"{path.name}/{name}")
         try:
-            _read_rank(path / name, rank, held, unread, meshes, found)
+            _read_rank(path, name, rank, held, unread, meshes, found)
             read.append(rank)
         except Refused:
             raise
@@ -123,7 +114,9 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
         name: _tensor(name, by_rank, [r for r in read if (name, r) not in unread] if unread else read, size, found)
         for name, by_rank in held.items()
     }
-    if read and not tensors:
+    for name in filter(_FLAT.fullmatch, tensors):
+        found.group("flat-parameters", "LOCAL_STATE_DICT: parameters flattened into one; save SHARDED_STATE_DICT", name)
+    if read and not tensors and not unread:
         found.problems.append(Problem(code="no-tensors", message="the model files hold no tensor"))
     if tensors and files.missing("model", size) and all(map(_is_whole, tensors.values())):
         found.problems.append(
@@ -144,105 +137,25 @@ def open_(path: Path, world_size: int | None = None) -> FsdpSource:
     )
 
 
+def _accelerate_world(path: Path, size: int, files: ShardFiles, found: Findings) -> tuple[int, ShardFiles]:
+    """Return the size of the world that accelerate's files are of, which a mesh in one of them tells."""
+    if len(files.models) > 1:
+        message = f"the shards of {len(files.models)} models lie here together: {listing(sorted(files.models))}"
+        hint = "Put those of one model into a directory of their own; links will do."
+        found.problems.append(Problem(code="two-models", message=message, hint=hint))
+    rank, name = next(iter(files.ranks("model", size).items()))
+    with suppress(CkpttoolError):
+        reader = RankReader(torchzip.open_archive(path / name), rank)
+        held = [reader.held(value) for value in _state(reader.archive).values()]
+        said = [max(mesh.ranks) + 1 for mesh in reader.meshes.values()]
+        size = max([size, *said, *(h.ranks for h in held if h is not None)])
+    resized = {kind: {size: ranks} for kind, sets in files.by_kind.items() for ranks in sets.values()}
+    return size, replace(files, by_kind=MappingProxyType(resized))
+
+
 def _is_whole(tensor: TensorInfo) -> bool:
     """Tell whether the ranks that are here hold all of a tensor."""
     return not any(tiling_faults(tensor.shape, ((piece.offset, piece.size) for piece in tensor.pieces)))
-
-
-def _choose_world_size(path: Path, files: ShardFiles, found: Findings) -> int:
-    """Pick the one complete set of model files; say so when that is a choice."""
-    sets = files.by_kind.get("model") or next(iter(files.by_kind.values()))
-    said = _said(path, found)
-    complete = [size for size in sets if not files.missing("model", size)]
-    if len(complete) > 1:
-        found.problems.append(
-            Problem(
-                code="two-world-sizes",
-                message=f"complete sets of shards for world sizes {listing(sorted(complete))} lie here together",
-                hint="One of them is left over from an earlier run: look at the dates, move one set away.",
-            )
-        )
-    candidates = complete or list(sets)
-    best = max(candidates, key=lambda size: (size == said, len(sets[size]) / size, size))
-    if type(said) is int and said not in (0, best):
-        found.problems.append(
-            Problem(
-                code="config-contradicts",
-                path=CONFIG_FILE,
-                message=f"says world size {said}, the files are of world size {best}",
-                hint="The file is from another save than the shards; the shards decide.",
-            )
-        )
-    if best in complete:
-        _note_stale(files, {*complete, best}, best, found)
-    return best
-
-
-def _note_stale(files: ShardFiles, complete: set[int], best: int, found: Findings) -> None:
-    """Tell of files of other world sizes, one note a size; a second complete set is a problem of its own."""
-    sizes = {size for by_size in files.by_kind.values() for size in by_size} - complete
-    for size in sorted(sizes):
-        held = [f"{len(ranks)} {kind}" for kind in files.by_kind if (ranks := files.ranks(kind, size))]
-        found.problems.append(
-            Problem(
-                code="stale-shards",
-                severity="note",
-                message=f"{', '.join(held)} files of world size {size} lie beside the set of {best}",
-                hint="They belong to another save and are not read.",
-            )
-        )
-
-
-def _said(path: Path, found: Findings) -> Any:
-    """Return the world size of ``fsdp_config.json``, which is a cross-check: older verl has no such file."""
-    if not (path / CONFIG_FILE).is_file():
-        return None
-    try:
-        return read_object(path / CONFIG_FILE).get("world_size")
-    except CkpttoolError as error:
-        found.of(error, CONFIG_FILE)
-        return None
-
-
-def _check_files(path: Path, files: ShardFiles, world_size: int, found: Findings) -> None:
-    """Report missing ranks of every kind, and files that their zip directory shows to be cut short."""
-    for kind in dict.fromkeys(("model", *files.by_kind)):
-        present = files.ranks(kind, world_size)
-        missing = files.missing(kind, world_size)
-        if missing and (present or kind == "model"):
-            found.problems.append(
-                Problem(
-                    code="rank-missing",
-                    message=f"{kind} shards of rank {ranges(missing)} are missing "
-                    f"({len(missing)} of {world_size} ranks)",
-                    hint=OTHER_NODES,
-                )
-            )
-        extra = [rank for rank in present if rank >= world_size]
-        if extra:
-            found.problems.append(
-                Problem(
-                    code="rank-too-high",
-                    message=f"{kind} shards of rank {ranges(extra)} in a world of {world_size}",
-                )
-            )
-        if kind != "model":
-            _check_archives(path, present, found)
-
-
-def _check_archives(path: Path, names: Mapping[int, str], found: Findings) -> None:
-    """Look at the zip directory only: optimizer and RNG states are never unpickled."""
-    for rank, name in names.items():
-        try:
-            torchzip.open_archive(path / name)
-        except CkpttoolError as error:
-            others = {torchzip.file_size(path / n) for r, n in names.items() if r != rank and (path / n).is_file()}
-            found.problems.append(_damage(error, name, others))
-
-
-def _damage(error: CkpttoolError, name: str, others: set[int]) -> Problem:
-    beside = f"; the other ranks' files have {listing(f'{n:,}' for n in sorted(others))} bytes" if others else ""
-    return Problem(code=error.code, message=error.message + beside, hint=error.hint, path=name)
 
 
 def count_entries(archive: torchzip.TorchZip) -> int:
@@ -259,50 +172,34 @@ def _state(archive: torchzip.TorchZip) -> dict[Any, Any]:
 
 
 def _read_rank(
-    path: Path,
+    root: Path,
+    name: str,
     rank: int,
     held: dict[str, dict[int, Held]],
     unread: set[tuple[str, int]],
     meshes: list[Mesh],
     found: Findings,
 ) -> None:
-    archive = _open_shard(path)
-    reader = RankReader(archive, rank)
-    for name, value in _state(archive).items():
+    archive = open_shard(root / name)
+    reader = RankReader(archive, rank, name)
+    others = []
+    for key, value in _state(archive).items():
         try:
             entry = reader.held(value)
         except Refused:
             raise
         except BrokenCheckpoint as error:
-            found.group(error.code, error.message, name_of(name), rank)
-            unread.add((name_of(name), rank))
+            found.group(error.code, error.message, name_of(key), rank)
+            unread.add((name_of(key), rank))
             continue
-        if entry is not None:
-            held.setdefault(name_of(name), {})[rank] = entry
+        if entry is None:
+            others.append(name_of(key))
+        else:
+            held.setdefault(name_of(key), {})[rank] = entry
     meshes += reader.meshes.values()
-    if reader.other:
-        found.problems.append(
-            Problem(
-                code="not-tensors",
-                severity="note",
-                path=path.name,
-                message=f"{reader.other} entries that are no tensors",
-            )
-        )
-
-
-def _open_shard(path: Path) -> torchzip.TorchZip:
-    try:
-        return torchzip.open_archive(path)
-    except BrokenCheckpoint as error:
-        match = SHARD_FILE.fullmatch(path.name)
-        others = {
-            torchzip.file_size(p)
-            for p in path.parent.glob(f"model_world_size_{match[2] if match else '*'}_rank_*.pt")
-            if p != path and p.is_file()
-        }
-        problem = _damage(error, path.name, others)
-        raise BrokenCheckpoint(problem.message, hint=problem.hint, code=problem.code) from error
+    if others:
+        message = f"{counted(len(others), 'entry', 'entries')} that are no tensors: {listing(others)}"
+        found.problems.append(Problem(code="not-tensors", severity="note", path=name, message=message))
 
 
 def _tensor(name: str, by_rank: Mapping[int, Held], read: list[int], world_size: int, found: Findings) -> TensorInfo:

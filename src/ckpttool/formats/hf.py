@@ -84,6 +84,11 @@ def detect(path: Path) -> tuple[str, ...] | None:
     return tuple(evidence) or None
 
 
+def is_side_file(name: str) -> bool:
+    """Tell by its name a file that lies beside the weights of a model: a configuration, a tokenizer, its code."""
+    return bool(_SIDE_FILE.fullmatch(name))
+
+
 def _is_model_config(path: Path) -> bool:
     """Tell a model's configuration from the many other files of that name; a damaged one may be either."""
     try:

@@ -21,12 +21,13 @@ WHOLE = "whole"
 
 
 class Held(NamedTuple):
-    """What one rank holds of one tensor of this dtype and global shape."""
+    """What one rank holds of one tensor of this dtype and global shape; ``ranks`` a ``ShardedTensor`` is cut for."""
 
     dtype: str
     shape: Index
     placement: str
     pieces: list[Piece]
+    ranks: int = 1
 
 
 @lru_cache(maxsize=4096)
@@ -48,8 +49,9 @@ class Layout:
 class RankReader:
     """Turn the values of one rank's state dict into what it holds; meshes are shared by most of them."""
 
-    def __init__(self, archive: TorchZip, rank: int) -> None:
+    def __init__(self, archive: TorchZip, rank: int, file: str = "") -> None:
         self.archive = archive
+        self.file = file or archive.path.name
         self.rank = rank
         self.meshes: dict[int, Mesh] = {}
         self.other = 0
@@ -81,7 +83,7 @@ class RankReader:
         needed, strides = _view(local.size, local.strides)
         if (local.start + needed) * DTYPE_BITS[local.dtype] // 8 > entry.size or local.storage_bytes > entry.size:
             raise BrokenCheckpoint("the tensor reaches out of its storage", code="storage-short")
-        place = Place(self.archive.path.name, entry.header, entry.size, Wrap.ZIP_ENTRY, local.start, strides)
+        place = Place(self.file, entry.header, entry.size, Wrap.ZIP_ENTRY, local.start, strides, entry.crc)
         return Piece(offset, local.size, place, self.rank)
 
     def _dtensor(self, args: Any, state: Any) -> Held:
@@ -147,7 +149,9 @@ class RankReader:
         if not isinstance(fields, tuple) or not fields:
             raise BrokenCheckpoint("a ShardedTensor without metadata", code="unreadable-pickle")
         dtype, shape = dtype_name(fields[0]), shape_of(meta.get("size"))
-        return Held(dtype, shape, "ShardedTensor", [self._shard(shard) for shard in state[0]])
+        cuts = meta.get("shards_metadata")
+        ranks = len(cuts) if isinstance(cuts, list) else 1
+        return Held(dtype, shape, "ShardedTensor", [self._shard(shard) for shard in state[0]], ranks)
 
     def _shard(self, shard: Any) -> Piece:
         where = shard.get("metadata") if is_record(shard, "Shard") else None

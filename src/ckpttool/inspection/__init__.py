@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 
 from ckpttool.errors import NotACheckpoint
@@ -42,32 +41,15 @@ def _inspect(path: Path, tensors: str | None) -> Inspection:
         from ckpttool.inspection.files import inspect_file
 
         return inspect_file(path, tensors)
-    _require_directory(path)
     from ckpttool.inspection.kinds import recognise
+    from ckpttool.inspection.search import only_candidate, require_directory
 
+    require_directory(path)
     draft = recognise(path)
     if draft is None:
-        from ckpttool.inspection.search import only_candidate
-
         candidate = only_candidate(path)
         draft = recognise(candidate)
         if draft is None:
             raise NotACheckpoint(f"{candidate}: nothing that ckpttool recognises")
         draft.note("found-below", f"{path} itself is no checkpoint; the only one below it is shown")
     return draft.finish(tensors)
-
-
-def _require_directory(path: Path) -> None:
-    if path.is_dir():
-        return
-    if path.exists():
-        hint = "Give a run, a step (global_step_N), a role (actor), a bare checkpoint or a file of one."
-        raise NotACheckpoint(f"{path}: neither a directory nor a regular file", hint=hint)
-    if path.is_symlink():
-        raise NotACheckpoint(f"{path}: a link that leads nowhere", hint=f"It points at {path.readlink()}.")
-    parent = path.parent
-    while not parent.is_dir():
-        path, parent = parent, parent.parent
-    close = get_close_matches(path.name, os.listdir(parent), 3)
-    hint = f"In {parent} there is {', '.join(close)}." if close else f"{parent} exists; look what it holds."
-    raise NotACheckpoint(f"{path}: no such file or directory", hint=hint)

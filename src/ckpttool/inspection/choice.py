@@ -15,20 +15,16 @@ LATEST = "latest"
 
 def inspect_chosen(path: Path, step: str | None, role: str | None, *, tensors: str | None = None) -> Inspection:
     """Inspect what the options mean, with a note where ``latest`` is not what the tracker says."""
-    chosen, notes = _choose(path, step, role)
+    chosen, notes = choose(path, step, role)
     found = inspect(chosen, tensors=tensors)
     return replace(found, problems=(*found.problems, *notes))
 
 
-def choose(path: Path, step: str | None, role: str | None) -> Path:
-    """Return the directory that the options mean; without options the path itself.
+def choose(path: Path, step: str | None, role: str | None) -> tuple[Path, tuple[Problem, ...]]:
+    """Return the directory that the options mean, without options the path itself, and notes on the choice.
 
     Raises :class:`UsageError` for a word that is no step, :class:`NotACheckpoint` for one that is not there.
     """
-    return _choose(path, step, role)[0]
-
-
-def _choose(path: Path, step: str | None, role: str | None) -> tuple[Path, tuple[Problem, ...]]:
     notes: tuple[Problem, ...] = ()
     if step is not None:
         path, notes = _step(path, step)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
-from ckpttool.formats import dcp, fsdp, hf, torchzip
+from ckpttool.formats import dcp, fsdp, hf, shardfiles, torchzip
 from ckpttool.formats.dcpkeys import COMMON_FILE
 from ckpttool.formats.safetensorsfile import read_safetensors
 from ckpttool.inspection.draft import Draft
@@ -20,7 +20,7 @@ _BY_NAME = {
     COMMON_FILE: "unsharded state of a Megatron checkpoint",
     hf.CONFIG: "Hugging Face model configuration",
     hf.ADAPTER_CONFIG: "PEFT adapter configuration",
-    fsdp.CONFIG_FILE: "verl's note of FSDP version and world size",
+    shardfiles.CONFIG_FILE: "verl's note of FSDP version and world size",
     layout.TRACKER: "tracker: the step that a run saved last",
     layout.MANIFEST: "verl's manifest of a role directory",
     layout.TRANSFORMER_CONFIG: "Megatron transformer configuration, as verl writes it",
@@ -47,7 +47,7 @@ def inspect_file(path: Path, tensors: str | None = None) -> Inspection:
     draft = Draft(path=path, kind="file", title="", evidence=(path.name,))
     draft.facts["size"] = f"{size:,} bytes"
     draft.next = (inspect_command(str(path.parent), "the directory that it belongs to"),)
-    if match := fsdp.SHARD_FILE.fullmatch(path.name):
+    if match := shardfiles.SHARD_FILE.fullmatch(path.name):
         draft.title = f"one FSDP file ({match[1]}) of rank {match[3]} in a world of {match[2]}"
         _check_archive(draft, path, state=match[1] == "model")
     elif path.suffix == ".distcp":

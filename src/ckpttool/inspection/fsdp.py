@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.formats import fsdp
 from ckpttool.formats.findings import OTHER_NODES, counted, ranges
+from ckpttool.formats.shardfiles import CONFIG_FILE
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta, small_object
 from ckpttool.inspection.draft import Draft
 from ckpttool.inspection.result import Content, Ranks
@@ -54,13 +55,13 @@ def _ranks(source: fsdp.FsdpSource, present: Iterable[int], placements: Counter[
 
 def inspect_fsdp_remains(path: Path) -> Draft:
     """Describe a role directory that has ``fsdp_config.json`` and no shard."""
-    draft = Draft(path=path, kind="fsdp", title="FSDP role directory without shards", evidence=(fsdp.CONFIG_FILE,))
-    config = small_object(path / fsdp.CONFIG_FILE)
+    draft = Draft(path=path, kind="fsdp", title="FSDP role directory without shards", evidence=(CONFIG_FILE,))
+    config = small_object(path / CONFIG_FILE)
     world_size = config.get("world_size")
     _add_huggingface(draft, "there are no shards")
     if not any(s.source.tensors for s in draft.sections):
         said = f" of world size {world_size}" if type(world_size) is int else ""
-        draft.fault("rank-missing", f"{fsdp.CONFIG_FILE} tells of shards{said}; none is here", hint=OTHER_NODES)
+        draft.fault("rank-missing", f"{CONFIG_FILE} tells of shards{said}; none is here", hint=OTHER_NODES)
     return draft
 
 

@@ -35,7 +35,7 @@ def recognise(path: Path, *, in_run: bool = False) -> Draft | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Tell by names alone whether a checkpoint lies directly in a directory."""
-    from ckpttool.formats import dcp, foreign, fsdp, hf
+    from ckpttool.formats import dcp, foreign, fsdp, hf, shardfiles
     from ckpttool.inspection import megatron
 
     return not closed(path) and bool(
@@ -44,7 +44,7 @@ def is_checkpoint(path: Path) -> bool:
         or dcp.detect(path)
         or foreign.detect(path)
         or hf.detect(path)
-        or (path / fsdp.CONFIG_FILE).is_file()
+        or (path / shardfiles.CONFIG_FILE).is_file()
     )
 
 
@@ -81,10 +81,10 @@ def _look(path: Path) -> Inspection:
 
 
 def _fsdp(path: Path) -> Draft | None:
-    from ckpttool.formats import fsdp
+    from ckpttool.formats import fsdp, shardfiles
 
     evidence = fsdp.detect(path)
-    remains = not evidence and (path / fsdp.CONFIG_FILE).is_file()
+    remains = not evidence and (path / shardfiles.CONFIG_FILE).is_file()
     if not evidence and not remains:
         return None
     from ckpttool.inspection.fsdp import inspect_fsdp, inspect_fsdp_remains

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 
 from ckpttool.errors import NotACheckpoint
@@ -16,12 +18,30 @@ CROWD = 2000
 """Directories that are looked into, at most: the search must end on a whole file server, too."""
 
 
+def require_directory(path: Path) -> None:
+    """Raise :class:`NotACheckpoint` for what is no directory, with what may have been meant."""
+    if path.is_dir():
+        return
+    if path.exists():
+        hint = "Give a run, a step (global_step_N), a role (actor), a bare checkpoint or a file of one."
+        what = "a file, not a directory" if path.is_file() else "neither a directory nor a regular file"
+        raise NotACheckpoint(f"{path}: {what}", hint=hint)
+    if path.is_symlink():
+        raise NotACheckpoint(f"{path}: a link that leads nowhere", hint=f"It points at {path.readlink()}.")
+    parent = path.parent
+    while not parent.is_dir():
+        path, parent = parent, parent.parent
+    close = get_close_matches(path.name, os.listdir(parent), 3)
+    hint = f"In {parent} there is {', '.join(close)}." if close else f"{parent} exists; look what it holds."
+    raise NotACheckpoint(f"{path}: no such file or directory", hint=hint)
+
+
 def only_candidate(path: Path) -> Path:
     """Return the one checkpoint below a directory.
 
     Raises :class:`NotACheckpoint` that lists what is there: several with the commands to type, or just names.
     """
-    candidates, all_seen = _search(path)
+    candidates, all_seen = below(path, lambda child: is_checkpoint(child) or is_run(child))
     if len(candidates) == 1 and all_seen:
         return candidates[0]
     if candidates:
@@ -35,17 +55,17 @@ def only_candidate(path: Path) -> Path:
     )
 
 
-def _search(path: Path) -> tuple[list[Path], bool]:
-    """Go down level by level, and say whether all was seen; what is found is not searched further."""
+def below(path: Path, wanted: Callable[[Path], bool]) -> tuple[list[Path], bool]:
+    """Return the directories below that are wanted, and whether all were seen; no further down than what is found."""
     found: list[Path] = []
-    level, visited = [path], 0
+    level, visited = [path], 0  # one level of directories after the other
     for _ in range(DEPTH):
         below: list[Path] = []
         for child in (c for folder in level for c in _folders(folder)):
             visited += 1
             if visited > CROWD:
                 return found, False
-            if is_checkpoint(child) or is_run(child):
+            if wanted(child):
                 found.append(child)
             else:
                 below.append(child)

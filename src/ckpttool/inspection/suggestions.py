@@ -11,7 +11,7 @@ from ckpttool.errors import UsageError
 from ckpttool.inspection.result import Inspection, Suggestion
 from ckpttool.layout import step_of
 
-COMMANDS = frozenset({"demo", "inspect", "migrate"})
+COMMANDS = frozenset({"demo", "inspect", "merge-fsdp", "migrate"})
 """The commands that exist; only these are suggested."""
 
 
@@ -22,6 +22,8 @@ def suggest(found: Inspection) -> Iterator[Suggestion]:
     """Yield what to type after seeing this, most useful first."""
     if found.kind in _OLD_LAYOUT and not _damaged(found):
         yield _command("migrate", found.path, "give it the trees of layout v2, which current verl loads")
+    if found.kind == "fsdp" and found.parameters is not None and not found.tensors and not _lacking(found):
+        yield _merge(found.path)
     if found.run is not None:
         yield from _after_run(found)
         if any(row.kind in _OLD_LAYOUT and row.state == "complete" for row in found.run.rows):
@@ -61,6 +63,19 @@ def _command(command: str, path: str, why: str, *options: str) -> Suggestion:
     return Suggestion(shlex.join(["ckpttool", command, _typed(path), *options]), why)
 
 
+def _merge(path: str) -> Suggestion:
+    """Return the ``merge-fsdp`` call for a role; what it writes lies in the working directory."""
+    names = [part for part in Path(path).parts[-2:] if part != "/"]
+    output = f"{names[0]}-{names[1]}-hf" if step_of(names[0]) is not None else f"{names[-1]}-hf"
+    return _command("merge-fsdp", path, "make a Hugging Face model of the shards", "-o", output)
+
+
+def _lacking(found: Inspection) -> bool:
+    """Tell whether something is missing that a model needs; ranks that hold further replicas are not."""
+    enough = any(problem.code == "replicas-suffice" for problem in found.problems)
+    return any(not (enough and problem.code == "rank-missing") for problem in found.faults)
+
+
 def _damaged(found: Inspection) -> bool:
     return any(problem.code != "half-migrated" for problem in found.faults)
 
@@ -78,6 +93,8 @@ def _after_run(found: Inspection) -> Iterator[Suggestion]:
     best = [row for row in rows if row.state == "complete" and (latest is None or row.step == latest)]
     broken = [row for row in rows if row.state != "complete"]
     for row in best[-1:]:
+        if row.kind == "fsdp":
+            yield _merge(f"{found.path}/{row.path}")
         yield inspect_command(f"{found.path}/{row.path}", f"look into the latest complete {row.role or 'checkpoint'}")
     for row in broken[-1:]:
         yield inspect_command(f"{found.path}/{row.path}", "see what is wrong there")

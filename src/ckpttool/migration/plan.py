@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool import layout
-from ckpttool.formats import fsdp
+from ckpttool.formats import fsdp, shardfiles
 from ckpttool.inspection import megatron
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
@@ -23,7 +23,7 @@ _LINKS = ("absolute link", "dangling link")
 
 def plan_role(path: Path, options: Options) -> RolePlan:
     """Return what a migration (or its undoing) does to one role directory."""
-    if fsdp.detect(path) or (path / fsdp.CONFIG_FILE).is_file():
+    if fsdp.detect(path) or (path / shardfiles.CONFIG_FILE).is_file():
         return RolePlan(path=str(path), kind="fsdp", title="FSDP role directory", action="leave")
     if megatron.detect(path) is None:
         return RolePlan(path=str(path), kind="other", title="no Megatron role directory of verl", action="leave")
