@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.errors import CannotWrite
+from ckpttool.staging import staged
 
 DATA = Path(__file__).parent / "demo_data"
 LOST_RANK = 3
@@ -40,33 +40,15 @@ def write_demo(root: Path, *, force: bool = False) -> Demo:
     if os.path.lexists(root) and not _is_demo(root):
         raise CannotWrite(f"{root}: is no demo of ckpttool, so --force does not replace it")
     try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f"{root.name}.partial-", dir=root.parent))
-    except OSError as error:
-        raise CannotWrite(f"{root}: {error.strerror}") from error
-    try:
-        staging.chmod(0o777 & ~_umask())
-        _fill(staging)
-        if root.exists():
-            shutil.rmtree(root)
-        staging.rename(root)
+        with staged(root, force=force) as folder:
+            _fill(folder)
     except shutil.Error as error:  # every file that could not be copied, with its reason
         raise CannotWrite(f"{root}: {error.args[0][0][2]}") from error
-    except OSError as error:
-        raise CannotWrite(f"{root}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return Demo(str(root), tuple(_scenes(root)))
 
 
 def _is_demo(root: Path) -> bool:
     return (root / "fsdp-run").is_dir() and (root / "megatron-run").is_dir()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _fill(root: Path) -> None:
@@ -88,9 +70,13 @@ def _copy(source: Path, target: Path) -> None:
 
 def _scenes(root: Path) -> list[Scene]:
     fsdp, megatron = root / "fsdp-run", root / "megatron-run"
+    merge = ("merge-fsdp", f"{fsdp}/global_step_10/actor", "-o", str(root / "merged"))
     return [
         Scene("A run: which steps can be used?", ("inspect", str(fsdp))),
         Scene("The step that is whole", ("inspect", f"{fsdp}/global_step_10/actor")),
+        Scene("A Hugging Face model of it: what would be written?", (*merge, "--dtype", "bf16", "--dry-run")),
+        Scene("Write it: every replicated tensor is checked, memory stays small", (*merge, "--dtype", "bf16")),
+        Scene("The model, ready for from_pretrained", ("inspect", str(root / "merged"), "--strict")),
         Scene("The step that is not", ("inspect", f"{fsdp}/global_step_20/actor")),
         Scene("Megatron, in verl's layout v1", ("inspect", f"{megatron}/global_step_10/actor")),
         Scene("What would it take to load it in current verl?", ("migrate", str(megatron), "--dry-run")),

@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
+from ckpttool.cli.complete import roles, steps
 from ckpttool.cli.options import Color, Json, NoProgress, Quiet, check_color, check_path
 
 EVERY_TENSOR = "*"
-
-
-def _steps(ctx: Context, incomplete: str) -> list[str]:
-    """Complete a step: what the run on the command line has, newest first."""
-    from ckpttool.layout import step_of
-
-    steps = {step for folder in _folders(_typed(ctx)) if (step := step_of(folder.name)) is not None}
-    words = [*(str(step) for step in sorted(steps, reverse=True)), "latest"]
-    return [word for word in words if word.startswith(incomplete)]
-
-
-def _roles(ctx: Context, incomplete: str) -> list[str]:
-    """Complete a role: what the step on the command line has, or the steps of the run."""
-    from ckpttool.layout import step_of
-
-    path = _typed(ctx)
-    steps = [path] if step_of(path.name) is not None else [f for f in _folders(path) if step_of(f.name) is not None]
-    return sorted({role.name for step in steps for role in _folders(step) if role.name.startswith(incomplete)})
-
-
-def _typed(ctx: Context) -> Path:
-    """Return the path typed so far; behind an option without its value, arguments are not assigned to names yet."""
-    return Path((ctx.args or [ctx.params.get("path") or "."])[0]).absolute()
-
-
-def _folders(path: Path) -> Iterator[Path]:
-    """Yield the directories in a directory; none where it cannot be read."""
-    try:
-        yield from (folder for folder in path.iterdir() if folder.is_dir())
-    except OSError:
-        return
 
 
 def inspect(
@@ -58,12 +26,12 @@ def inspect(
             "--step",
             metavar="N|latest",
             help="Choose a step of a run; latest is the newest complete one.",
-            autocompletion=_steps,
+            autocompletion=steps,
         ),
     ] = None,
     role: Annotated[
         str | None,
-        Option("--role", metavar="NAME", help="Choose a role of a step (actor).", autocompletion=_roles),
+        Option("--role", metavar="NAME", help="Choose a role of a step (actor).", autocompletion=roles),
     ] = None,
     strict: Annotated[bool, Option("--strict", help="Exit with 1 unless it is complete.")] = False,
     json: Json = False,

@@ -7,14 +7,11 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
+from ckpttool.cli.complete import of_words
 from ckpttool.cli.options import Color, DryRun, Json, NoProgress, Quiet, check_color, check_path, one_of
 
 MODES = ("hardlink", "symlink", "copy")
 FALLBACKS = ("symlink", "copy")
-
-
-def _modes(incomplete: str) -> list[str]:
-    return [mode for mode in MODES if mode.startswith(incomplete)]
 
 
 def migrate(
@@ -22,11 +19,21 @@ def migrate(
     path: Annotated[str, Argument(help="A role directory, a step, or a run: every v1 role below is migrated.")] = ".",
     mode: Annotated[
         str,
-        Option("--mode", metavar="|".join(MODES), help="How the trees of v2 get their files.", autocompletion=_modes),
+        Option(
+            "--mode",
+            metavar="|".join(MODES),
+            help="How the trees of v2 get their files.",
+            autocompletion=of_words(MODES),
+        ),
     ] = "hardlink",
     fallback: Annotated[
         str | None,
-        Option("--fallback", metavar="|".join(FALLBACKS), help="What to do where a link is refused. Default: stop."),
+        Option(
+            "--fallback",
+            metavar="|".join(FALLBACKS),
+            help="What to do where a link is refused. Default: stop.",
+            autocompletion=of_words(FALLBACKS),
+        ),
     ] = None,
     remove_v1: Annotated[bool, Option("--remove-v1", help="Drop the names of v1 once the trees are checked.")] = False,
     undo: Annotated[bool, Option("--undo", help="Go back to v1: its names return, the trees of v2 go.")] = False,
@@ -62,8 +69,8 @@ def migrate(
         skip_broken=skip_broken,
         dry_run=dry_run,
     )
-    with progress("copied", session.err, shown=not (no_progress or quiet or json)) as advance:
-        result = migrate(check_path(path), options, advance)
+    with progress("copied", session.err, shown=not (no_progress or quiet or json)) as start:
+        result = migrate(check_path(path), options, start(None))
     refused = [plan for plan in result.roles if plan.action == "refuse"]
     code = 4 if refused else 0
     problems = [reason for plan in refused for reason in plan.reasons]

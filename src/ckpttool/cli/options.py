@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
+from ckpttool.cli.complete import of_words
 from ckpttool.errors import UsageError
 
 Word = TypeVar("Word", bound=str)
@@ -16,19 +18,22 @@ Word = TypeVar("Word", bound=str)
 COLORS = ("auto", "always", "never")
 
 
-def _complete_color(incomplete: str) -> list[str]:
-    return [color for color in COLORS if color.startswith(incomplete)]
-
-
 Json = Annotated[bool, Option("--json", help="Print one JSON object with everything, for programs.")]
 Color = Annotated[
     str,
-    Option("--color", metavar="|".join(COLORS), help="When to colour the output.", autocompletion=_complete_color),
+    Option("--color", metavar="|".join(COLORS), help="When to colour the output.", autocompletion=of_words(COLORS)),
 ]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print the verdict only.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Show the plan, change nothing.")]
 NoProgress = Annotated[bool, Option("--no-progress", help="Do not show progress.")]
 Force = Annotated[bool, Option("--force", help="Replace what exists at the destination.")]
+Output = Annotated[str, Option("--output", "-o", metavar="DIR", help="The directory to write; it must not exist.")]
+Threads = Annotated[
+    str | None, Option("--threads", metavar="N", help="Output files that are written at the same time. Default: 1.")
+]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="List every tensor and file that is told of in numbers.")]
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
 
 
 class PlainCommand(TyperCommand):
@@ -54,7 +59,7 @@ def _plain(param: Any) -> Any:
     Numbers and anything else still go the usual way; where Typer has no ``type_descriptor`` nothing changes.
     """
     annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
-    if annotation in (str, bool) and "process_value" not in vars(param):
+    if annotation in (str, bool, list[str]) and "process_value" not in vars(param):
         param.process_value = _unless_plain(param.process_value, param.required)
     return param
 
@@ -63,6 +68,8 @@ def _unless_plain(process: Callable[[Any, Any], Any], required: bool) -> Callabl
     def process_value(ctx: Any, value: Any) -> Any:
         if isinstance(value, str) or (value is None and not required):
             return value
+        if isinstance(value, (tuple, list)) and all(isinstance(word, str) for word in value):
+            return list(value)
         return process(ctx, value)
 
     return process_value
@@ -74,6 +81,23 @@ def one_of(option: str, value: str, words: Sequence[Word]) -> Word:
         if value == word:
             return word
     raise UsageError(f"{option} {value}: not one of {', '.join(words)}")
+
+
+def size_of(option: str, text: str) -> int:
+    """Return the bytes that people mean by ``5GB``, ``5GiB`` or ``500M``; raises :class:`UsageError` otherwise."""
+    match = _SIZE.fullmatch(text)
+    power = "kmgtp".find(match[2].lower()) + 1 if match and match[2] else 0
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match and (match[2] or not match[3]) else 0
+    if not size:
+        raise UsageError(f"{option} {text}: no size", hint="Sizes are written like 5GB, 5GiB or 500M.")
+    return size
+
+
+def count_of(option: str, text: str) -> int:
+    """Return a whole number above 0; raises :class:`UsageError` otherwise."""
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 20:
+        raise UsageError(f"{option} {text}: no whole number above 0")
+    return int(text)
 
 
 def check_path(path: str) -> Path:

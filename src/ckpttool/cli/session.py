@@ -57,7 +57,7 @@ class Session:
 
             first = Problem(code=error.code, message=error.message, hint=error.hint)
             sys.stdout.write(
-                terminal.envelope(self.command, ok=False, data=None, problems=(first, *error.problems)) + "\n"
+                terminal.envelope(self.command, ok=False, data=error.data, problems=(first, *error.problems)) + "\n"
             )
         terminal.show_error(error, self.err)
         return error.exit_code

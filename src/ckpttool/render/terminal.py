@@ -88,6 +88,11 @@ def show_error(error: CkpttoolError, out: Console) -> None:
         out.print(Text("hint:  ", "bold") + Text(clean(error.hint, lines=True)), soft_wrap=True)
     for problem in error.problems:
         out.print(show_problem(problem))
+    if error.table is not None:
+        table = new_table(*error.table.columns)
+        for row in error.table.rows:
+            table.add_row(*map(clean, row))
+        out.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def clean(text: str, *, lines: bool = False) -> str:
@@ -109,6 +114,11 @@ def size(count: float) -> str:
 def number(count: int) -> str:
     """Write a count of parameters: ``1.54 B``; small ones in full."""
     return f"{count:,}" if count < 1_000_000 else _scaled(count / 1000, ("M", "B", "T"))
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a count with its noun: ``1 tensor``, ``1,155 tensors``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _scaled(count: float, units: Sequence[str]) -> str:
@@ -202,22 +212,59 @@ def watching(out: Console, *, shown: bool = True) -> Iterator[None]:
                 out.file.flush()
 
 
+Advance = Callable[[int], None]
+
+
 @contextmanager
-def progress(what: str, out: Console, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function to tell bytes to: a line that moves on a terminal, one now and then elsewhere."""
-    done, started, last = 0, time.monotonic(), time.monotonic()
+def progress(what: str, out: Console, *, shown: bool) -> Iterator[Callable[[int | None], Advance]]:
+    """Yield a function that takes the bytes to come, where known, and returns what each part of them is told to.
+
+    It shows bytes, rate and time left: in a line that moves on a terminal, one now and then elsewhere.
+    """
     every = 0.2 if out.is_terminal else 30.0
+    drawn = False
 
-    def advance(count: int) -> None:
-        nonlocal done, last
-        done += count
-        now = time.monotonic()
-        if shown and now - last >= every:
-            last = now
-            rate = done / max(now - started, 1e-9)
-            out.print(f"{what} {size(done)}, {size(rate)}/s", end="\r" if out.is_terminal else "\n")
+    def start(total: int | None) -> Advance:
+        done, started, last = 0, time.monotonic(), time.monotonic()
 
-    yield advance
+        def advance(count: int) -> None:
+            nonlocal done, last, drawn
+            done += count
+            now = time.monotonic()
+            if shown and now - last >= every:
+                last, drawn = now, True
+                line = _progress_line(what, done, total, done / max(now - started, 1e-9))
+                out.file.write(f"\r\x1b[K{line[: out.width - 1]}" if out.is_terminal else f"{line}\n")
+                out.file.flush()
+
+        return advance
+
+    try:
+        yield start
+    finally:
+        if drawn and out.is_terminal:
+            out.file.write("\r\x1b[K")
+            out.file.flush()
+
+
+def _progress_line(what: str, done: int, total: int | None, rate: float) -> str:
+    if not total:
+        return f"{what} {size(done)}, {size(rate)}/s"
+    left = max(total - done, 0) / max(rate, 1.0)
+    share = f"{min(done / total, 1.0):4.0%}"
+    return f"{share}  {what} {size(done)} of {size(total)}, {size(rate)}/s, {duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """Write a time span: ``80 ms``, ``1.8 s``, ``42 s``, ``3 min 20 s``, ``1 h 5 min``."""
+    if seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def demo_heading(what: str, command: str) -> Text:

@@ -1,0 +1,140 @@
+"""``ckpttool merge-fsdp``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from typer import Argument, Context, Exit, Option
+
+from ckpttool.cli.complete import of_words, roles, steps
+from ckpttool.cli.options import (
+    Color,
+    DryRun,
+    Force,
+    Json,
+    NoProgress,
+    Output,
+    Quiet,
+    Threads,
+    Verbose,
+    check_color,
+    check_path,
+    count_of,
+    one_of,
+    size_of,
+)
+
+DTYPES = ("bf16", "fp16", "fp32")
+ON_MISMATCH = ("error", "rank0")
+
+
+def merge_fsdp(
+    ctx: Context,
+    path: Annotated[str, Argument(help="A role directory of FSDP shards, or the step or run that has one.")],
+    output: Output,
+    inputs: Annotated[
+        list[str] | None,
+        Option("--input", metavar="DIR", help="A further directory of the same save (another node's); repeatable."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        Option(
+            "--dtype",
+            metavar="|".join(DTYPES),
+            help="Cast floating parameters. Default: every tensor keeps its dtype.",
+            autocompletion=of_words(DTYPES),
+        ),
+    ] = None,
+    cast_buffers: Annotated[bool, Option("--cast-buffers", help="With --dtype: cast buffers, too.")] = False,
+    allow_overflow: Annotated[
+        bool, Option("--allow-overflow", help="With --dtype: let values that do not fit become infinite.")
+    ] = False,
+    max_shard_size: Annotated[
+        str, Option("--max-shard-size", metavar="SIZE", help="Most bytes of tensors in one output file: 5GB, 500MB.")
+    ] = "5GB",
+    hf_config: Annotated[
+        str | None,
+        Option("--hf-config", metavar="DIR", help="Where config and tokenizer lie. Default: huggingface/ in the role."),
+    ] = None,
+    untie: Annotated[
+        bool, Option("--untie", help="Tied by the config, but different: write both, make the config say untied.")
+    ] = False,
+    drop_lm_head: Annotated[
+        bool, Option("--drop-lm-head", help="Tied by the config, but different: leave the head out.")
+    ] = False,
+    on_mismatch: Annotated[
+        str,
+        Option(
+            "--on-mismatch",
+            metavar="|".join(ON_MISMATCH),
+            help="When ranks store different copies of one tensor: stop, or take that of the lowest rank.",
+            autocompletion=of_words(ON_MISMATCH),
+        ),
+    ] = "error",
+    no_check_replicas: Annotated[
+        bool, Option("--no-check-replicas", help="Do not compare the replicas of sharded tensors (HSDP).")
+    ] = False,
+    world_size: Annotated[
+        str | None, Option("--world-size", metavar="N", help="Which set of shards, where several lie together.")
+    ] = None,
+    step: Annotated[
+        str | None,
+        Option(
+            "--step", metavar="N|latest", help="Choose a step of a run; latest: newest complete.", autocompletion=steps
+        ),
+    ] = None,
+    role: Annotated[
+        str | None, Option("--role", metavar="NAME", help="Choose a role of a step (actor).", autocompletion=roles)
+    ] = None,
+    threads: Threads = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_progress: NoProgress = False,
+    color: Color = "auto",
+) -> None:
+    """Merge FSDP shards into a Hugging Face directory that from_pretrained loads.
+
+    Runs on a CPU with neither torch nor a process group, in memory that does not grow with the model. Every rank must
+    be there, every replicated tensor must be the same on all of them; names and dtypes stay those of training. The
+    output is complete or absent. Exit codes: 0 done, 2 a choice is yours, 3 no FSDP shards, 4 broken or refused (all
+    reasons are listed), 5 LoRA adapters, 6 cannot write there, 7 a file would run code.
+    """
+    session = ctx.obj
+    session.begin("merge-fsdp", json=json, color=check_color(color))
+    session.when_stopped = f"stopped; nothing was written to {output}"
+    from ckpttool.export.precision import DTYPES as NAMES
+    from ckpttool.merging import Options, merge
+    from ckpttool.merging.result import ON_MISMATCH as MISMATCHES
+    from ckpttool.render.merging import show_merge
+    from ckpttool.render.terminal import envelope, progress, watching
+
+    options = Options(
+        inputs=tuple(str(check_path(folder)) for folder in inputs or ()),
+        step=step,
+        role=role,
+        world_size=None if world_size is None else count_of("--world-size", world_size),
+        dtype=None if dtype is None else NAMES[one_of("--dtype", dtype, tuple(NAMES))],
+        cast_buffers=cast_buffers,
+        allow_overflow=allow_overflow,
+        on_mismatch=one_of("--on-mismatch", on_mismatch, MISMATCHES),
+        check_replicas=not no_check_replicas,
+        untie=untie,
+        drop_lm_head=drop_lm_head,
+        hf_config=None if hf_config is None else str(check_path(hf_config)),
+        max_shard_size=size_of("--max-shard-size", max_shard_size),
+        threads=1 if threads is None else count_of("--threads", threads),
+        force=force,
+        dry_run=dry_run,
+    )
+    shown = not (no_progress or quiet or json)
+    with watching(session.err, shown=shown), progress("written", session.err, shown=shown) as bar:
+        result = merge(check_path(path), check_path(output), options, bar)
+    if json:
+        sys.stdout.write(envelope("merge-fsdp", ok=True, data=result.as_json(), problems=result.notes) + "\n")
+    else:
+        show_merge(result, session.out, quiet=quiet, verbose=verbose)
+    raise Exit(0)

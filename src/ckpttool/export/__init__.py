@@ -1,0 +1,1 @@
+"""What a Hugging Face directory needs beside moved bytes: precision, tied embeddings, the config, side files."""

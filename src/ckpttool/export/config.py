@@ -1,0 +1,122 @@
+"""``config.json``: what it says about the model, and the few words in it that a conversion changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpttool.formats.jsonfile import parse_json, read_object
+from ckpttool.formats.torchzip import file_size, read_range
+
+CONFIG = "config.json"
+TIE = "tie_word_embeddings"
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_QUANTIZATION = ("quantization_config", "compression_config")
+_TEXT = ("text_config", "llm_config", "language_config", "decoder", "thinker_config", "text_cfg")
+_GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A ``config.json`` as it lies on the disk. ``path`` says where; ``raw`` are its bytes."""
+
+    path: str
+    raw: bytes
+    values: Mapping[str, Any]
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The model's type, then those of its text configurations."""
+        types = [part.get("model_type") for part in (self.values, *self.text_parts())]
+        return tuple(name for name in types if isinstance(name, str))
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The classes that the model may be loaded as."""
+        names = self.values.get("architectures")
+        return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model writes text, and so needs a head over the vocabulary."""
+        return any(name.endswith(_GENERATES) for name in self.architectures)
+
+    @property
+    def vocab_sizes(self) -> frozenset[int]:
+        """Sizes of the vocabulary that it names."""
+        sizes = (part.get("vocab_size") for part in (self.values, *self.text_parts()))
+        return frozenset(size for size in sizes if type(size) is int)
+
+    @property
+    def said_ties(self) -> frozenset[bool]:
+        """What it says about tying, at the top and in text configurations; empty when it does not say."""
+        said = (part.get(TIE) for part in (self.values, *self.text_parts()))
+        return frozenset(value for value in said if isinstance(value, bool))
+
+    def text_parts(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the nested configurations of language models."""
+        yield from (part for name, part in _parts(self.values) if name in _TEXT)
+
+
+def read_config(folder: Path) -> ModelConfig | None:
+    """Read the ``config.json`` of a folder, ``None`` without one; :class:`BrokenCheckpoint` for a damaged one."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    values = read_object(path)
+    return ModelConfig(str(path), read_range(path, 0, file_size(path)), values)
+
+
+def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every nested configuration with its key, outer ones first."""
+    pending = [(name, value) for name, value in values.items() if isinstance(value, dict)]
+    while pending:
+        name, value = pending.pop(0)
+        yield name, value
+        pending += [(inner, part) for inner, part in value.items() if isinstance(part, dict)]
+
+
+def edited(config: ModelConfig, dtype: str | None, *, untie: bool) -> tuple[bytes, tuple[str, ...]]:
+    """Return the file's new content and what was changed in it, in words; the bytes as they were when nothing was.
+
+    ``dtype`` (torch's name) is what the weights are written in: every dtype field is made to say it, and one is added
+    where there is none. ``untie`` makes it say that the head is no alias of the embeddings.
+    """
+    values = copy.deepcopy(dict(config.values))
+    changes: list[str] = []
+    if dtype is not None:
+        changes += _set_dtype(values, dtype)
+    if untie:
+        changes += _set_untied(values)
+    if not changes:
+        return config.raw, ()
+    text = json.dumps(values, indent=2, ensure_ascii=config.raw.isascii())
+    parse_json(text.encode("utf-8", "surrogatepass"), CONFIG)
+    return text.encode("utf-8", "surrogatepass") + b"\n", tuple(changes)
+
+
+def _set_dtype(values: dict[str, Any], dtype: str) -> Iterator[str]:
+    if not any(key in values for key in _DTYPE_KEYS):
+        recent = str(values.get("transformers_version", "")).startswith("5")
+        key = "dtype" if recent else "torch_dtype"
+        values[key] = dtype
+        yield f"{key}: {dtype} (was not there)"
+    nested = [(name, part) for name, part in _parts(values) if name.endswith("config") and name not in _QUANTIZATION]
+    for name, part in [("", values), *nested]:
+        for key in _DTYPE_KEYS:
+            wrong = key in part and str(part[key]).removeprefix("torch.") != dtype
+            if wrong and (part is values or isinstance(part[key], str)):
+                yield f"{f'{name}.' if name else ''}{key}: {dtype} (was {part[key]})"
+                part[key] = dtype
+
+
+def _set_untied(values: dict[str, Any]) -> Iterator[str]:
+    nested = [(f"{name}.", part) for name, part in _parts(values) if name in _TEXT or TIE in part]
+    for name, part in [("", values), *nested]:
+        if part.get(TIE) is not False:
+            yield f"{name}{TIE}: false (was {json.dumps(part[TIE]) if TIE in part else 'not there'})"
+            part[TIE] = False

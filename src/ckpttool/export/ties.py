@@ -1,0 +1,144 @@
+"""Tied embeddings: whether the head over the vocabulary is a tensor of its own, and what is written of it.
+
+Pure but for ``differs``, which compares the two tensors where both are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ckpttool.errors import Problem
+from ckpttool.export.config import TIE, ModelConfig
+from ckpttool.export.families import TIED, UNTIED
+from ckpttool.plan import Dropped
+from ckpttool.tensors import TensorInfo
+
+HEADS = ("lm_head", "embed_out", "proj_out", "output_layer", "output")
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared", "embedding")
+ALIAS_RULE = "tied-alias"
+
+_OTHER_TOWERS = re.compile(r"(^|[._])(vision|visual|audio|speech|image|video|mtp)([._]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """The decision: what is dropped, whether the config must say untied, and what to tell."""
+
+    dropped: tuple[Dropped, ...] = ()
+    untie: bool = False
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    head: str | None
+    embedding: str | None
+    other_head: bool
+
+
+def decide(
+    tensors: Mapping[str, TensorInfo],
+    config: ModelConfig | None,
+    differs: Callable[[str, str], str],
+    *,
+    untie: bool,
+    drop_head: bool,
+) -> Tie:
+    """Decide by the config, the family and the tensors; ``differs`` says how two tensors differ, or nothing."""
+    if config is None:
+        return _refused("no-config", "without a config.json nothing is known of tying", untie, drop_head)
+    pair = _find(tensors, config)
+    tied, reason = _is_tied(config, pair)
+    notes = () if config.said_ties else (f"config.json does not say {TIE}: {reason}",)
+    if pair.head is None or pair.embedding is None:
+        tie = _one_of_them(pair, config, tied=tied, untie=untie, drop_head=drop_head)
+    elif tied is False:
+        tie = _refused("not-tied", f"{pair.head} is no alias: {reason}", False, drop_head)
+    else:
+        tie = _both(pair.head, pair.embedding, differs, untie=untie, drop_head=drop_head, clear=tied is True)
+    return replace(tie, notes=(*notes, *tie.notes))
+
+
+def _find(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> _Pair:
+    heads, embeddings = _named(tensors, HEADS), _named(tensors, EMBEDDINGS)
+    head = heads[0] if heads else None
+    if head is not None:  # the embeddings of the same width, where a model has several
+        embeddings = [n for n in embeddings if tensors[n].shape[1:] == tensors[head].shape[1:]] or embeddings
+    embedding = embeddings[0] if embeddings else None
+    others = [
+        name
+        for name, tensor in tensors.items()
+        if name != embedding and len(tensor.shape) == 2 and tensor.shape[0] in config.vocab_sizes
+    ]
+    return _Pair(head, embedding, bool(others))
+
+
+def _named(tensors: Mapping[str, TensorInfo], modules: tuple[str, ...]) -> list[str]:
+    """Return weights of modules of these names, those of the language model's own top first."""
+    found = [
+        name
+        for name, tensor in tensors.items()
+        if len(parts := name.split(".")) >= 2
+        and parts[-1] == "weight"
+        and parts[-2] in modules
+        and len(tensor.shape) == 2
+        and not _OTHER_TOWERS.search(name)
+        and not any(part.isdecimal() for part in parts)  # a layer's own projection
+    ]
+    return sorted(found, key=lambda name: (modules.index(name.split(".")[-2]), name.count(".")))
+
+
+def _is_tied(config: ModelConfig, pair: _Pair) -> tuple[bool | None, str]:
+    """Return whether it is tied, ``None`` for a config that says both, and why."""
+    said = config.said_ties
+    if len(said) == 1:
+        (tied,) = said
+        return tied, f"config.json says {TIE} {str(tied).lower()}"
+    if said:
+        return None, f"config.json says both about {TIE}"
+    for name in config.model_types[:1]:
+        if name in TIED | UNTIED:
+            return name in TIED, f"{name} {'ties' if name in TIED else 'does not tie'} by default"
+    shown = pair.head is None and pair.embedding is not None and not pair.other_head
+    return shown, "there is no head of its own" if shown else "its tensors are no aliases"
+
+
+def _one_of_them(pair: _Pair, config: ModelConfig, *, tied: bool | None, untie: bool, drop_head: bool) -> Tie:
+    """Only a head, only embeddings, or neither."""
+    if pair.head is None and pair.embedding is not None and config.generates and not tied and not pair.other_head:
+        architecture = config.architectures[0]
+        message = f"{architecture} is not tied and has no lm_head: its head would be made up when it is loaded"
+        hint = f"Is a part of the model missing here? If it is tied, config.json must say so ({TIE})."
+        return Tie(problems=(Problem(code="head-missing", message=message, hint=hint),))
+    if pair.head is not None and pair.embedding is None and tied and config.generates:
+        message = f"tied, but of {pair.head} and its embeddings only the head is here"
+        return Tie(problems=(Problem(code="embedding-missing", message=message),))
+    what = "there are not both, a head and embeddings"
+    return _refused("not-both", what, untie, drop_head)
+
+
+def _both(
+    head: str, embedding: str, differs: Callable[[str, str], str], *, untie: bool, drop_head: bool, clear: bool
+) -> Tie:
+    if untie:
+        return Tie(untie=True, notes=(f"{head} and {embedding} are both written, untied",))
+    if drop_head:
+        reason = f"--drop-lm-head: {embedding} takes its place"
+        return Tie(dropped=(Dropped(head, "drop-lm-head", reason),))
+    difference = differs(head, embedding)
+    if difference:
+        hint = "Keep both and untie the config: --untie. Keep the embeddings alone: --drop-lm-head."
+        message = f"tied by its config, but {head} is not {embedding}: {difference}"
+        return Tie(problems=(Problem(code="tied-differ", message=message, hint=hint),))
+    if not clear:
+        return Tie(notes=(f"config.json says both about {TIE}: {head} and {embedding} are equal, both are written",))
+    return Tie(dropped=(Dropped(head, ALIAS_RULE, f"tied, and equal to {embedding} in every byte"),))
+
+
+def _refused(code: str, why: str, untie: bool, drop_head: bool) -> Tie:
+    """An option that has nothing to do is a misunderstanding; say so rather than pass over it."""
+    given: Iterable[str] = [name for name, wanted in (("--untie", untie), ("--drop-lm-head", drop_head)) if wanted]
+    return Tie(problems=tuple(Problem(code=code, message=f"{option} does not apply: {why}") for option in given))

@@ -1,0 +1,192 @@
+"""``merge-fsdp``: the shards of all ranks to a Hugging Face directory. Planned, checked, then carried out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Table
+from ckpttool.export import ties
+from ckpttool.formats import hf
+from ckpttool.formats.findings import counted, ranges
+from ckpttool.merging import planning
+from ckpttool.merging.opening import Opened, check_unchanged, open_save
+from ckpttool.merging.replicas import compare_copies, differing
+from ckpttool.merging.result import Copies, Merge, Mismatch, Options, OutputFile
+from ckpttool.plan import Plan
+from ckpttool.reading import Reader
+from ckpttool.sink import execute
+from ckpttool.staging import check_outside, check_space, check_target, clear_stale, staged
+from ckpttool.unpickle import collector_paused
+
+__all__ = ["Merge", "Options", "merge"]
+
+Progress = Callable[[int], None]
+Ready = Callable[[int], Progress]
+
+
+def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _total: lambda _bytes: None) -> Merge:
+    """Merge the FSDP shards at or below a path into a new Hugging Face directory.
+
+    ``ready`` is told how many bytes will be written and returns what is told of each part. With ``dry_run`` everything
+    is checked and nothing is written. Raises :class:`BrokenCheckpoint` with all problems when the shards are not a
+    whole checkpoint or hold what is refused, :class:`Unmapped` for adapters, :class:`UsageError` for a choice that is
+    the user's, :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
+    """
+    started = time.monotonic()
+    path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links
+    if not options.dry_run:
+        clear_stale(output)
+    check_target(output, force=options.force, replaceable=_is_replaceable(output))
+    try:
+        with collector_paused():
+            opened = open_save(path, output, options)
+            check_outside(output, opened.folders)
+            checked = _check(opened, options)
+    except PermissionError as error:
+        raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
+    result = _result(path, output, opened, checked, options)
+    check_space(output, checked.plan.nbytes)
+    if options.dry_run:
+        return replace(result, bytes_free=_free(output), seconds=time.monotonic() - started)
+    overflows = _write(output, opened, checked.plan, options, ready(checked.plan.nbytes))
+    casts = planning.casts(checked.plan.targets, opened.tensors, overflows)
+    return replace(result, done=True, casts=casts, seconds=time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A plan that holds, and what it took to know."""
+
+    plan: Plan
+    copies: Copies
+    config_changes: tuple[str, ...]
+    notes: tuple[Problem, ...]
+    bytes_read: int
+
+
+def _check(opened: Opened, options: Options) -> _Checked:
+    """Plan, and compare what has to be equal; everything that is refused is told at once."""
+    read = 0
+
+    def differs(a: str, b: str) -> str:
+        nonlocal read
+        read += opened.tensors[a].nbytes + opened.tensors[b].nbytes
+        with Reader(opened.source.root) as reader:
+            return differing(reader, opened.tensors[a], opened.tensors[b])
+
+    tie = ties.decide(opened.tensors, opened.config, differs, untie=options.untie, drop_head=options.drop_lm_head)
+    draft = planning.draft(opened.tensors, tie, options)
+    copies, compared = compare_copies(opened.source, opened.tensors.values(), replicas=options.check_replicas)
+    if draft.problems or (copies.mismatches and options.on_mismatch == "error"):
+        raise _refusal(opened, draft.problems, copies.mismatches if options.on_mismatch == "error" else ())
+    plan, changes = planning.finish(draft, opened.tensors, opened.config, opened.side, options)
+    notes = tuple(Problem(code="tied", message=note, severity="note") for note in tie.notes)
+    read += compared + sum(opened.tensors[target.name].nbytes for target in draft.targets)
+    return _Checked(plan, copies, changes, notes, read)
+
+
+def _refusal(opened: Opened, problems: Sequence[Problem], mismatches: Sequence[Mismatch]) -> BrokenCheckpoint:
+    """Return the error for everything in the tensors themselves that is refused."""
+    what = "cannot be merged as it is"
+    if mismatches:
+        what = (
+            f"{counted(len(mismatches), 'tensor')} stored by several ranks {'is' if len(mismatches) == 1 else 'are'} "
+        )
+        what += "not the same on all of them"
+    error = BrokenCheckpoint(
+        f"{opened.source.root}: {what}; nothing was written",
+        hint="To take the copy of the lowest rank where they differ: --on-mismatch rank0." if mismatches else "",
+        code="copies-differ" if mismatches else problems[0].code,
+        problems=problems,
+    )
+    if mismatches:
+        error.table, error.data = _table(mismatches), {"mismatches": [asdict(m) for m in mismatches]}
+    return error
+
+
+def _table(mismatches: Sequence[Mismatch]) -> Table:
+    rows = [
+        (
+            mismatch.name,
+            ranges(mismatch.ranks),
+            str(mismatch.reference),
+            f"{mismatch.changed:,} of {mismatch.elements:,}",
+            f"{mismatch.largest:.3g}",
+            f"{mismatch.nans:,}",
+        )
+        for mismatch in mismatches
+    ]
+    return Table(("tensor", "on rank", "not as on", "elements that differ", "by up to", "NaN"), tuple(rows))
+
+
+def _result(path: Path, output: Path, opened: Opened, checked: _Checked, options: Options) -> Merge:
+    source, plan, config = opened.source, checked.plan, opened.config
+    dtypes: Counter[str] = Counter()
+    for target in plan.targets:
+        dtypes[target.dtype] += target.nbytes
+    files = [OutputFile(name=f.name, bytes=f.nbytes, tensors=len(f.targets)) for f in plan.weights]
+    files += [OutputFile(name=name, bytes=len(content)) for name, content in plan.contents.items()]
+    files += [OutputFile(name=f.name, bytes=f.bytes) for f in plan.copies]
+    return Merge(
+        path=str(source.root),
+        output=str(output),
+        done=False,
+        title=f"{counted(len(source.files.ranks('model', source.world_size)), 'FSDP shard')} of world size "
+        f"{source.world_size}" + (f", mesh {source.mesh}" if source.mesh is not None else ""),
+        model=", ".join((*config.model_types[:1], *config.architectures[:1])) if config is not None else "",
+        tensors=len(plan.targets),
+        parameters=planning.parameters(opened.tensors, plan.targets),
+        dtypes=dict(dtypes.most_common()),
+        files=tuple(files),
+        copies=checked.copies,
+        casts=planning.casts(plan.targets, opened.tensors, {}),
+        kept=planning.kept(plan.targets, opened.tensors, options.dtype),
+        dropped=plan.dropped,
+        renamed=opened.unwrapped,
+        config_changes=checked.config_changes,
+        side_files_from=str(opened.side_folder) if opened.side_folder is not None else None,
+        left=opened.side.left,
+        missing=opened.side.missing,
+        notes=(*opened.notes, *checked.notes),
+        bytes_read=checked.bytes_read,
+        bytes_written=plan.nbytes,
+        options=options,
+    )
+
+
+def _write(output: Path, opened: Opened, plan: Plan, options: Options, progress: Progress) -> Mapping[str, int]:
+    with staged(output, force=options.force) as folder:
+        overflows = execute(
+            plan, opened.tensors, opened.source.root, folder, threads=options.threads, progress=progress
+        )
+        if overflows and not options.allow_overflow:
+            raise BrokenCheckpoint(
+                f"{opened.source.root}: {sum(overflows.values()):,} finite values do not fit into the dtype asked for; "
+                "nothing was written",
+                hint="Write bf16 or fp32 (--dtype), or let them become infinite: --allow-overflow.",
+                code="overflow",
+                problems=[
+                    Problem(code="overflow", message=f"{name}: {counted(lost, 'value')} would become infinite")
+                    for name, lost in overflows.items()
+                ],
+            )
+        check_unchanged(opened)
+    return overflows
+
+
+def _is_replaceable(output: Path) -> bool:
+    """Tell whether ``--force`` may take away what is there: a model, or nothing at all."""
+    with suppress(OSError):
+        return not output.is_symlink() and output.is_dir() and (not os.listdir(output) or hf.detect(output) is not None)
+    return False
+
+
+def _free(output: Path) -> int:
+    return shutil.disk_usage(next(folder for folder in output.parents if folder.is_dir())).free

@@ -1,0 +1,42 @@
+"""Names of wrappers inside names of tensors: what FSDP1, activation checkpointing, compile and DDP leave there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from ckpttool.errors import Problem
+from ckpttool.formats.findings import listing
+
+ANYWHERE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+LEADING = "module"
+"""What ``DataParallel`` puts in front; further inside it may be a name that the model has given."""
+
+
+def unwrapped(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return a name without the segments of wrappers, and those segments."""
+    parts = name.split(".")
+    last = parts.pop()
+    kept = [part for part in parts if part not in ANYWHERE]
+    gone = [part for part in parts if part in ANYWHERE]
+    while kept and kept[0] == LEADING:
+        gone.append(kept.pop(0))
+    return ".".join([*kept, last]), tuple(gone)
+
+
+def unwrap(names: Iterable[str]) -> tuple[Mapping[str, str], Mapping[str, int], tuple[Problem, ...]]:
+    """Return new names by old ones, how many tensors lost each segment, and the names that would collide."""
+    new: dict[str, str] = {}
+    lost: Counter[str] = Counter()
+    for name in names:
+        new[name], gone = unwrapped(name)
+        lost.update(set(gone))
+    old: dict[str, list[str]] = {}
+    for name, short in new.items():
+        old.setdefault(short, []).append(name)
+    problems = tuple(
+        Problem(code="names-collide", message=f"{listing(several)} would all be written as {short}")
+        for short, several in old.items()
+        if len(several) > 1
+    )
+    return new, dict(lost), problems

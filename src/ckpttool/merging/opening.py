@@ -1,0 +1,153 @@
+"""Open the shards that are meant and what lies beside them, and refuse, with all reasons, what is no whole save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Unmapped, UsageError
+from ckpttool.export.config import ModelConfig, read_config
+from ckpttool.export.side_files import SideFiles, find_side_files
+from ckpttool.export.ties import Tie
+from ckpttool.formats import fsdp
+from ckpttool.formats.findings import counted, listing
+from ckpttool.formats.shardfiles import is_model_shard, scan
+from ckpttool.merging import planning
+from ckpttool.merging.choosing import find_shards, find_side_folder
+from ckpttool.merging.names import unwrap
+from ckpttool.merging.result import Options
+from ckpttool.tensors import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The shards and what lies beside them; tensors by the names that they are written under."""
+
+    source: fsdp.FsdpSource
+    folders: tuple[Path, ...]
+    tensors: Mapping[str, TensorInfo]
+    unwrapped: Mapping[str, int]
+    config: ModelConfig | None
+    side_folder: Path | None
+    side: SideFiles
+    notes: tuple[Problem, ...]
+    stamps: Mapping[Path, tuple[int, int]]
+
+
+def open_save(path: Path, output: Path, options: Options) -> Opened:
+    """Read all indexes and refuse, with everything that is wrong, what is no whole checkpoint."""
+    if options.untie and options.drop_lm_head:
+        raise UsageError("--untie and --drop-lm-head ask for opposite things")
+    role, notes = find_shards(path, options.step, options.role, output)
+    others = [find_shards(Path(p).absolute(), options.step, options.role, output)[0] for p in options.inputs]
+    also = tuple(other for other in dict.fromkeys(others) if other != role)
+    _check_world_size(role, also, options.world_size)
+    stamps = _stamps((role, *also))
+    source = fsdp.open_(role, options.world_size, also=also, kinds=("model",))
+    side_folder = find_side_folder((role, *also), options.hf_config)
+    names, unwrapped, collisions = unwrap(source.tensors)
+    config, config_problems = _config(side_folder, options)
+    tensors = planning.renamed(source.tensors, names)
+    problems = [*_sorted_out(source), *collisions, *config_problems]
+    if not collisions:
+        problems += planning.draft(tensors, Tie(), options).problems
+    _refuse(role, source, problems)
+    return Opened(
+        source=source,
+        folders=(role, *also),
+        tensors=tensors,
+        unwrapped=unwrapped,
+        config=config,
+        side_folder=side_folder,
+        side=find_side_files(side_folder, config, crowded=side_folder in (role, *also)),
+        notes=(*notes, *(p for p in problems if p.severity == "note")),
+        stamps=stamps,
+    )
+
+
+def _check_world_size(role: Path, also: Sequence[Path], wanted: int | None) -> None:
+    sizes = sorted(scan(role, also).by_kind.get("model", {}))
+    if wanted is not None and wanted not in sizes:
+        there = f"there are shards of {listing(sizes)}" if sizes else "there are no model shards"
+        raise UsageError(f"--world-size {wanted}: {there}")
+
+
+def _stamps(folders: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return size and time of every shard, to see afterwards whether a trainer has written to it meanwhile."""
+    stamps = {}
+    for folder in folders:
+        for name in os.listdir(folder):
+            if is_model_shard(name):
+                with suppress(OSError):  # it is told of by whoever reads it
+                    info = (folder / name).stat()
+                    stamps[folder / name] = info.st_size, info.st_mtime_ns
+    return stamps
+
+
+def _config(folder: Path | None, options: Options) -> tuple[ModelConfig | None, tuple[Problem, ...]]:
+    try:
+        config = read_config(folder) if folder is not None else None
+    except CkpttoolError as error:
+        return None, (Problem(code=error.code, message=error.message, path=str(folder), hint=error.hint),)
+    if config is None:
+        message = "no config.json: what is written can be loaded as tensors only, not as a model"
+        hint = "Give the directory of the model that was trained: --hf-config DIR."
+        if options.hf_config is not None:
+            return None, (Problem(code="no-config", message=f"{folder}: no config.json in it"),)
+        return None, (Problem(code="no-config", severity="note", message=message, hint=hint),)
+    return config, ()
+
+
+_RANKS_OF_REPLICAS = ("rank-missing",)
+
+
+def _sorted_out(source: fsdp.FsdpSource) -> list[Problem]:
+    """Return the problems of the shards; ranks that hold further replicas of what is here are no fault."""
+    suffices = any(problem.code == "replicas-suffice" for problem in source.problems)
+    return [
+        replace(problem, severity="note") if suffices and problem.code in _RANKS_OF_REPLICAS else problem
+        for problem in source.problems
+    ]
+
+
+_CHOICES = ("two-world-sizes", "config-contradicts")
+
+
+def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) -> None:
+    """Raise the error that all faults together are; adapters are refused as long as nothing here can fuse them."""
+    faults = [problem for problem in problems if problem.severity == "error"]
+    if any(problem.code in _CHOICES for problem in faults):
+        sizes = listing(sorted(source.files.by_kind["model"]))
+        raise UsageError(
+            f"{role}: which save is meant? Shards of world size {sizes} are here",
+            hint=f"Choose with --world-size ({sizes}).",
+            problems=faults,
+        )
+    if faults:
+        raise BrokenCheckpoint(
+            f"{role}: cannot be merged; nothing was written",
+            hint="Mend or complete what is listed, then run again.",
+            code="broken-source",
+            problems=faults,
+        )
+    adapters = [name for name in source.tensors if source.part_of(name) == "adapter"]
+    if adapters:
+        raise Unmapped(
+            f"{role}: holds LoRA adapters ({counted(len(adapters), 'tensor')}: {listing(adapters, 2)})",
+            hint="Adapters are neither fused nor written yet; merging the base model alone would lose the training.",
+            code="adapters",
+        )
+
+
+def check_unchanged(opened: Opened) -> None:
+    """Raise :class:`BrokenCheckpoint` when a shard has been written to since it was opened."""
+    changed = [path.name for path, stamp in opened.stamps.items() if _stamps([path.parent]).get(path) != stamp]
+    if changed:
+        raise BrokenCheckpoint(
+            f"{opened.source.root}: changed while it was read: {listing(changed)}; nothing was written",
+            hint="Is a training run saving here? Wait until it is done.",
+            code="changed-meanwhile",
+        )

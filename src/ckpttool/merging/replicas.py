@@ -1,0 +1,136 @@
+"""Tensors that several ranks store: are the copies the same?
+
+What every rank stores whole (buffers) is compared byte by byte: a recorded CRC-32 says what was written, not what lies
+on the disk now. The replicas of HSDP are as large as the model; there the recorded CRCs do, where they are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckpttool.elements import Array, Difference, dtype_of
+from ckpttool.formats.fsdp import FsdpSource
+from ckpttool.formats.rank import PLAIN
+from ckpttool.merging.result import Copies, Mismatch
+from ckpttool.reading import BAND, Reader
+from ckpttool.telling import tell
+from ckpttool.tensors import Piece, TensorInfo, bands
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts so far."""
+
+    replicated: int = 0
+    replicated_bytes: int = 0
+    replicas: int = 0
+    by_crc: int = 0
+    by_bytes: int = 0
+    read: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+
+def compare_copies(source: FsdpSource, tensors: Iterable[TensorInfo], *, replicas: bool) -> tuple[Copies, int]:
+    """Compare all stored copies, those of sharded tensors only with ``replicas``; return that and the bytes read."""
+    tally = _Tally()
+    with Reader(source.root) as reader:
+        for tensor in tensors:
+            plain = tensor.placement == PLAIN
+            if plain:
+                tally.replicated += 1
+                tally.replicated_bytes += tensor.nbytes
+            if tensor.copies and (plain or replicas):
+                tell(tensor.name)
+                _compare(tensor, reader, tally, plain=plain)
+    copies = Copies(
+        replicated=tally.replicated,
+        replicated_bytes=tally.replicated_bytes,
+        replicas=tally.replicas,
+        by_crc=tally.by_crc,
+        by_bytes=tally.by_bytes,
+        checked=replicas,
+        mismatches=tuple(tally.mismatches),
+    )
+    return copies, tally.read
+
+
+def _compare(tensor: TensorInfo, reader: Reader, tally: _Tally, *, plain: bool) -> None:
+    """Compare every copy with the piece of the same box, which is the one of the lowest rank."""
+    differences: dict[int, Difference] = {}
+    reference = 0
+    for piece, copies in _groups(tensor):
+        unread = [copy for copy in copies if plain or not _same_crc(piece, copy)]
+        if not plain:
+            tally.replicas += len(copies)
+            tally.by_crc += len(copies) - len(unread)
+            tally.by_bytes += len(unread)
+        for rank, difference in _differences(tensor, reader, piece, unread):
+            differences.setdefault(rank, Difference()).join(difference)
+            reference = piece.rank or 0
+        tally.read += piece.numel * dtype_of(tensor.dtype).itemsize * (len(unread) + bool(unread))
+    changed = {rank: difference for rank, difference in differences.items() if difference.changed}
+    if changed:
+        tally.mismatches.append(_mismatch(tensor, reference, changed))
+
+
+def _groups(tensor: TensorInfo) -> Iterator[tuple[Piece, list[Piece]]]:
+    copies: dict[object, list[Piece]] = {}
+    for copy in tensor.copies:
+        copies.setdefault((copy.offset, copy.size), []).append(copy)
+    for piece in tensor.pieces:
+        yield piece, copies.get((piece.offset, piece.size), [])
+
+
+def _same_crc(a: Piece, b: Piece) -> bool:
+    """Tell whether both are the same view of storages of the same recorded length and CRC (0: not recorded)."""
+    first, other = a.place, b.place
+    views = (first.length, first.start, first.strides) == (other.length, other.start, other.strides)
+    return views and first.crc == other.crc != 0
+
+
+def _differences(
+    tensor: TensorInfo, reader: Reader, piece: Piece, copies: list[Piece]
+) -> Iterator[tuple[int, Difference]]:
+    """Yield by rank how its copy differs; each band of the piece is read once for all of them."""
+    dtype = dtype_of(tensor.dtype)
+    found = [Difference() for _ in copies]
+    for offset, size in bands(piece.size, BAND // dtype.itemsize) if copies else ():
+        box = tuple(o + p for o, p in zip(offset, piece.offset, strict=True)), size
+        mine, theirs = (np.empty(size, dtype) for _ in range(2))
+        reader.read_piece(tensor, piece, box, mine)
+        for copy, difference in zip(copies, found, strict=True):
+            reader.read_piece(tensor, copy, box, theirs)
+            difference.add(mine, theirs, tensor.dtype)
+    yield from ((copy.rank or 0, difference) for copy, difference in zip(copies, found, strict=True))
+
+
+def _mismatch(tensor: TensorInfo, reference: int, differences: dict[int, Difference]) -> Mismatch:
+    return Mismatch(
+        name=tensor.name,
+        reference=reference,
+        ranks=tuple(sorted(differences)),
+        elements=math.prod(tensor.shape),
+        changed=max(difference.changed for difference in differences.values()),
+        largest=max(difference.largest for difference in differences.values()),
+        nans=max(difference.nans for difference in differences.values()),
+    )
+
+
+def differing(root: Reader, a: TensorInfo, b: TensorInfo) -> str:
+    """Say how two tensors of one checkpoint differ in their bytes; nothing when they do not."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+    if [p.place for p in a.pieces] == [p.place for p in b.pieces]:
+        return ""
+    dtype, difference = dtype_of(a.dtype), Difference()
+    for box in bands(a.shape, BAND // dtype.itemsize):
+        mine: Array = np.empty(box[1], dtype)
+        other: Array = np.empty(box[1], dtype)
+        root.read(a, box, mine)
+        root.read(b, box, other)
+        difference.add(mine, other, a.dtype)
+    return str(difference) if difference.changed else ""
