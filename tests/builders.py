@@ -1,7 +1,7 @@
 """Tiny real checkpoints for the tests: built once by the real libraries, then kept in a cache.
 
-`fsdp_checkpoints` and `megatron_checkpoints` return a directory with one subdirectory a variant
-and the oracle of each under `expected/`. It is shared: `copy` what a test wants to change.
+`fsdp_checkpoints`, `mesh_checkpoints` and `megatron_checkpoints` return a directory with one subdirectory
+a variant and the oracle of each under `expected/`. It is shared: `copy` what a test wants to change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ TIMEOUT = 300.0
 
 
 def fsdp_checkpoints(cache: Path) -> Path:
-    """FSDP role directories and plain DCP, by four ranks."""
+    """FSDP role directories, what accelerate writes and plain DCP, by four ranks."""
     return _cached(cache, "fsdp")
+
+
+def mesh_checkpoints(cache: Path) -> Path:
+    """The weights alone, by eight ranks: random placements, tensor parallelism inside FSDP and inside HSDP."""
+    return _cached(cache, "meshes")
 
 
 def megatron_checkpoints(cache: Path) -> Path:

@@ -26,6 +26,13 @@ def fsdp_checkpoints(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mesh_checkpoints(pytestconfig: pytest.Config) -> Path:
+    """Shards of eight ranks on many meshes, without a model's configuration; shared by all tests."""
+    assert pytestconfig.cache is not None
+    return builders.mesh_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture(scope="session")
 def megatron_checkpoints(pytestconfig: pytest.Config) -> Path:
     """Megatron checkpoints as verl and Megatron-LM lay them out; shared by all tests."""
     assert pytestconfig.cache is not None

@@ -1,4 +1,4 @@
-"""A migration in a process that ends at one of its file-system calls. Imports no heavy library: it is forked often."""
+"""A command in a process that ends at one of its file-system calls. Imports no heavy library: it is forked often."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckpttool import merging
+from ckpttool.merging import merge
 from ckpttool.migration import Options, migrate
 
 CALLS = (
@@ -38,19 +40,37 @@ _SERVER.set_forkserver_preload(["tests.killing"])
 
 
 def killed(role: Path, options: dict[str, Any], at: int, *, before: bool) -> bool:
-    """Run in a child that ends right after (or right before) the call of this number; tell whether it came so far."""
-    child = _SERVER.Process(target=_run, args=(str(role), options, at, before))
+    """Migrate in a child that ends right after (or right before) the call of this number; tell whether it got there."""
+    return ended(_migrate, (str(role), options), at, before=before)
+
+
+def merge_killed(role: Path, output: Path, options: dict[str, Any], at: int, *, before: bool) -> bool:
+    """The same for a merge."""
+    return ended(_merge, (str(role), str(output), options), at, before=before)
+
+
+def ended(job: Callable[..., None], arguments: tuple[Any, ...], at: int, *, before: bool) -> bool:
+    """Run a job (a function of a module) in a child that ends at its call of this number, or comes to its end."""
+    child = _SERVER.Process(target=_run, args=(job, arguments, at, before))
     child.start()
     child.join()
     assert child.exitcode in (0, KILLED)
     return child.exitcode == KILLED
 
 
-def _run(role: str, options: dict[str, Any], at: int, before: bool) -> None:
+def _migrate(role: str, options: dict[str, Any]) -> None:
+    migrate(Path(role), Options(**options))
+
+
+def _merge(role: str, output: str, options: dict[str, Any]) -> None:
+    merge(Path(role), Path(output), merging.Options(**options))
+
+
+def _run(job: Callable[..., None], arguments: tuple[Any, ...], at: int, before: bool) -> None:
     code = 70
     try:
         _end_at(at, before=before)
-        migrate(Path(role), Options(**options))
+        job(*arguments)
         code = 0
     finally:
         os._exit(code)

@@ -43,8 +43,8 @@ def test_exit_codes_in_the_readme_are_those_of_the_errors() -> None:
 
 
 def test_every_problem_code_of_the_product_is_documented() -> None:
-    page = (ROOT / "docs" / "inspect.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"`([a-z0-9-]+)`", page))
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("inspect.md", "merge-fsdp.md")]
+    documented = {code for page in pages for code in re.findall(r"`([a-z0-9-]+)`", page)}
     assert _codes() <= documented, _codes() - documented
 
 

@@ -193,7 +193,7 @@ def test_the_next_command_can_be_typed(
     builders.copy(fsdp_checkpoints / "fsdp2", tmp_path / "my $role")
     monkeypatch.chdir(tmp_path)
     (command, *_) = [told["command"] for told in ckpttool("inspect", "my $role", "--json").json["data"]["next"]]
-    assert command == "ckpttool inspect 'my $role' --tensors"
+    assert command == "ckpttool merge-fsdp 'my $role' -o 'my $role-hf'"
     call = ckpttool(*shlex.split(command)[1:])
     assert (call.code, "lm_head.weight" in call.out) == (0, True)
 

@@ -28,6 +28,17 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.records", "ckpttool.unpickle", "ckpttool.opcodes", "ckpttool.tensors", "ckpttool.errors"),
         "ckpttool.telling",
     },
+    "ckpttool.elements": {"ckpttool.tensors"},
+    "ckpttool.reading": {"ckpttool.elements", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
+    "ckpttool.plan": {"ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
+    "ckpttool.staging": {"ckpttool.errors"},
+    "ckpttool.sink": {
+        *("ckpttool.staging", "ckpttool.plan", "ckpttool.reading", "ckpttool.elements", "ckpttool.formats"),
+        *("ckpttool.tensors", "ckpttool.errors"),
+    },
+    "ckpttool.export": {
+        *("ckpttool.plan", "ckpttool.elements", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+    },
     "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.source": {"ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.inspection": {
@@ -36,13 +47,22 @@ LAYERS: dict[str, set[str]] = {
         "ckpttool.telling",
     },
     "ckpttool.migration": {"ckpttool.inspection", "ckpttool.formats", "ckpttool.layout", "ckpttool.errors"},
-    "ckpttool.demo": {"ckpttool.errors"},
+    "ckpttool.merging": {
+        *("ckpttool.inspection", "ckpttool.export", "ckpttool.sink", "ckpttool.staging", "ckpttool.plan"),
+        *("ckpttool.reading", "ckpttool.elements", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors"),
+        *("ckpttool.errors", "ckpttool.telling"),
+        "ckpttool.unpickle",  # to pause the collector
+    },
+    "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},
     "ckpttool.render": {
-        *("ckpttool.inspection", "ckpttool.migration", "ckpttool.demo", "ckpttool.errors", "ckpttool.telling"),
+        *("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.demo"),
+        *("ckpttool.errors", "ckpttool.telling"),
     },
     "ckpttool.cli": {
-        *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.demo", "ckpttool.errors"),
+        *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.demo"),
+        "ckpttool.errors",
         "ckpttool.layout",  # to complete the steps of a run, without the weight of an inspection
+        "ckpttool.export",  # the words of --dtype
     },
     "ckpttool.__main__": {"ckpttool.cli"},
     "ckpttool": {"ckpttool.inspection", "ckpttool.source", "ckpttool.tensors", "ckpttool.errors"},
@@ -50,6 +70,7 @@ LAYERS: dict[str, set[str]] = {
 
 # Libraries that only some layers may import; all others come from the standard library or are free.
 ONLY_IN = {"typer": {"ckpttool.cli"}, "click": set(), "rich": {"ckpttool.render"}}
+OPERATIONS = ("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging")
 NEVER_AT_TOP = {"torch", "megatron", "transformers"}
 NOT_TO_START = {
     "ckpttool": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
@@ -121,7 +142,7 @@ def test_nothing_is_unpickled_run_or_printed(module: str) -> None:
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("ckpttool.render")])
 def test_renderers_see_results_only(module: str) -> None:
-    operations = [name for name in imports(module) if layer(name) in ("ckpttool.inspection", "ckpttool.migration")]
+    operations = [name for name in imports(module) if layer(name) in OPERATIONS]
     assert [name for name in operations if not name.endswith(".result")] == []
 
 

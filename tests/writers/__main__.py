@@ -1,4 +1,4 @@
-"""`python -m tests.writers {fsdp,megatron,demo} OUT`.
+"""`python -m tests.writers {fsdp,meshes,megatron,demo} OUT`: a module with another `WORLD` than four says so.
 
 Megatron's writer starts helper processes that import the main module again, in every rank: so this
 module imports nothing heavy before it knows that it is the one process that was started by hand.
@@ -12,4 +12,4 @@ if __name__ == "__main__":
     what, out = sys.argv[1:]
     ranks = importlib.import_module("tests.writers.ranks")
     job = importlib.import_module(f"tests.writers.{what}_ranks")
-    ranks.run_ranks(job.write_all, Path(out))
+    ranks.run_ranks(job.write_all, Path(out), getattr(job, "WORLD", ranks.WORLD))

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.writers.fsdp_models import plain_policy
-from tests.writers.fsdp_ranks import shard
 from tests.writers.fsdp_save import save_role, train
 from tests.writers.megatron_cpu import Parallel, prepare_rank
 from tests.writers.megatron_models import dense_model
 from tests.writers.megatron_ranks import trained, write_v1
 from tests.writers.megatron_save import FULLY_RESHARDABLE, content_metadata
 from tests.writers.ranks import WORLD
+from tests.writers.sharding import shard
 
 VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2}

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import _init_utils as init_utils
 from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp_module
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
@@ -20,17 +20,19 @@ def _use_cpu(state: Any, *_: Any) -> Any:
     return state
 
 
-def wrap(model: Any, mesh: Any) -> Any:
-    """Shard layer by layer, as verl does; without a mesh the shards are `ShardedTensor`."""
+def wrap(model: Any, mesh: Any, *, use_orig_params: bool = True) -> Any:
+    """Shard layer by layer, as verl does; without a mesh the shards are `ShardedTensor`, on two axes it is HSDP."""
     init_utils._init_device_handle = _use_cpu
     fsdp_module._init_device_handle = _use_cpu
     layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Qwen2DecoderLayer})
+    hybrid = mesh is not None and mesh.ndim == 2
     wrapped: Any = FullyShardedDataParallel(
         model,
         auto_wrap_policy=layers,
         device_id=torch.device("cpu"),
         device_mesh=mesh,
-        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
+        use_orig_params=use_orig_params,
     )
     return wrapped
 

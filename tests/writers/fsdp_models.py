@@ -28,6 +28,7 @@ def tiny_config(**changes: Any) -> Qwen2Config:
         "architectures": ["Qwen2ForCausalLM"],
         "eos_token_id": 1,
         "pad_token_id": 0,
+        "attn_implementation": "eager",
     }
     return Qwen2Config(**{**sizes, **changes})
 

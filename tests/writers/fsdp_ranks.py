@@ -11,15 +11,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from tests.writers import fsdp1, fsdp_models
+from tests.writers import fsdp1, fsdp_families, fsdp_models
+from tests.writers.accelerate_bins import write_bins, write_local
+from tests.writers.fsdp_logits import save_logits
 from tests.writers.fsdp_save import (
     Training,
     random_states,
@@ -28,7 +29,9 @@ from tests.writers.fsdp_save import (
     train,
     write_fsdp_config,
 )
+from tests.writers.placed import write_random
 from tests.writers.ranks import WORLD
+from tests.writers.sharding import shard
 from tests.writers.side_files import write_side_files
 
 
@@ -36,33 +39,42 @@ def write_all(out: Path) -> None:
     """Every variant, one after the other, in the same four processes."""
     line = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
-    write_fsdp2(out / "fsdp2", fsdp_models.policy(), line)
-    write_fsdp2(out / "hsdp", fsdp_models.policy(), square)
-    write_fsdp2(out / "critic", fsdp_models.critic(), line)
-    tied = fsdp_models.plain_policy(tie_word_embeddings=True).to(torch.bfloat16)
-    write_fsdp2(out / "tied-bf16", tied, line)
+    write_models(out, line, square)
     write_tensor_parallel(out / "fsdp-tp")
     write_lora(out, line)
     write_fsdp1(out / "fsdp1", line)
+    write_fsdp1(out / "fsdp1-hsdp", square)
     write_fsdp1(out / "fsdp1-shardedtensor", None)
     write_single(out / "single")
     write_dcp(out, line)
+    write_bins(out / "accelerate-bins", line)
+    write_local(out / "accelerate-local")
+    write_random(out / "random-4", line)
+    write_random(out / "random-2x2", square)
 
 
-def shard(model: Any, mesh: DeviceMesh) -> Any:
-    """Layers first, then the rest: the order of every FSDP2 recipe."""
-    for module in model.modules():
-        if isinstance(module, Qwen2DecoderLayer):
-            fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def write_models(out: Path, line: DeviceMesh, square: DeviceMesh) -> None:
+    """What `fully_shard` alone makes of models that can answer."""
+    tied = fsdp_models.plain_policy(tie_word_embeddings=True).to(torch.bfloat16)
+    for name, model, mesh in (
+        ("fsdp2", fsdp_models.policy(), line),
+        ("hsdp", fsdp_models.policy(), square),
+        ("critic", fsdp_models.critic(), line),
+        ("tied-bf16", tied, line),
+        ("llama", fsdp_families.llama(), line),
+        ("qwen3-moe", fsdp_families.qwen3_moe(), line),
+        ("gemma4", fsdp_families.gemma4(), line),
+    ):
+        save_logits(out / name, write_fsdp2(out / name, model, mesh).model)
 
 
-def write_fsdp2(role: Path, model: Any, mesh: DeviceMesh) -> None:
+def write_fsdp2(role: Path, model: Any, mesh: DeviceMesh) -> Training:
     """`fully_shard` on one mesh."""
     training = train(shard(model, mesh))
     state = training.model.state_dict()
     save_role(role, training, state)
     save_expected(role, state)
+    return training
 
 
 def write_tensor_parallel(role: Path) -> None:
@@ -97,17 +109,19 @@ def write_lora_meta(role: Path) -> None:
 
 
 def write_fsdp1(role: Path, mesh: DeviceMesh | None) -> None:
-    """FSDP1; its own FULL_STATE_DICT is the oracle."""
+    """FSDP1 (HYBRID_SHARD on two axes); its own FULL_STATE_DICT is the oracle."""
     training = train(fsdp1.wrap(fsdp_models.policy(), mesh))
     state = fsdp1.state_dict(training.model, StateDictType.SHARDED_STATE_DICT)
     save_role(role, training, state, version=1)
     save_expected(role, fsdp1.state_dict(training.model, StateDictType.FULL_STATE_DICT))
+    save_logits(role, training.model)
 
 
 def write_single(role: Path) -> None:
     """A world of one under FSDP1 saves a FULL_STATE_DICT: plain tensors."""
     training = train(fsdp_models.policy())
     save_expected(role, training.model.state_dict())
+    save_logits(role, training.model)
     if dist.get_rank() == 0:
         save_single(role, training)
 

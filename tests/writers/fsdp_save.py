@@ -47,15 +47,21 @@ def _warm_up(step: int) -> float:
 
 def save_role(role: Path, training: Training, state: State, *, version: int = 2) -> None:
     """Write this rank's three files; rank 0 adds what exists once."""
-    make_directory(role)
+    save_model(role, state, version=version)
     tail = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
-    torch.save(state, role / f"model_{tail}")
     torch.save(training.optimizer.state_dict(), role / f"optim_{tail}")
     extra = {"lr_scheduler": training.scheduler.state_dict(), "rng": random_states()}
     torch.save(extra, role / f"extra_state_{tail}")
     if dist.get_rank() == 0:
-        write_fsdp_config(role, version, dist.get_world_size())
         write_side_files(role / "huggingface", training.model.config)
+
+
+def save_model(role: Path, state: State, *, version: int = 2) -> None:
+    """The weights alone, with no word of what model they belong to."""
+    make_directory(role)
+    torch.save(state, role / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
+    if dist.get_rank() == 0:
+        write_fsdp_config(role, version, dist.get_world_size())
 
 
 def random_states() -> State:
@@ -75,7 +81,11 @@ def write_fsdp_config(role: Path, version: int, world: int) -> None:
 
 def save_expected(role: Path, state: State) -> None:
     """Gather every tensor with torch itself; the result lies beside the role, never inside."""
-    whole = {name: full(value) for name, value in state.items()}
+    save_tensors(role, {name: full(value) for name, value in state.items()})
+
+
+def save_tensors(role: Path, whole: State) -> None:
+    """`expected/ROLE.safetensors`, by rank 0; the others wait for it."""
     if dist.get_rank() == 0:
         folder = role.parent / "expected"
         folder.mkdir(exist_ok=True)

@@ -18,18 +18,18 @@ SEED = 20
 Job = Callable[[Path], None]
 
 
-def run_ranks(job: Job, out: Path) -> None:
-    """Run `job(out)` on every rank; the first rank that fails ends the others and is raised."""
+def run_ranks(job: Job, out: Path, world: int = WORLD) -> None:
+    """Run `job(out)` on each of `world` ranks; the first that fails ends the others and is raised."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            _enter, args=(job, out, f"file://{folder}/store"), nprocs=WORLD, start_method="fork"
+            _enter, args=(job, out, world, f"file://{folder}/store"), nprocs=world, start_method="fork"
         )
 
 
-def _enter(rank: int, job: Job, out: Path, store: str) -> None:
+def _enter(rank: int, job: Job, out: Path, world: int, store: str) -> None:
     """A file as the meeting point: no port that another process could take meanwhile."""
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     job(out)
     dist.barrier()
     dist.destroy_process_group()

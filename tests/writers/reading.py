@@ -22,8 +22,9 @@ SIDE_FILES = {
 
 
 def shards(role: Path) -> list[dict[str, Any]]:
-    """The model files of a role of four ranks, by torch."""
-    paths = [role / f"model_world_size_4_rank_{rank}.pt" for rank in range(4)]
+    """The model files of a role in the order of its ranks, by torch."""
+    world = len(list(role.glob("model_world_size_*_rank_*.pt")))
+    paths = [role / f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
     return [torch.load(path, weights_only=False) for path in paths]
 
 

@@ -28,8 +28,13 @@ FOUR_RANKS = (
     "lora",
     "lora-only",
     "tied-bf16",
+    "fsdp1-hsdp",
+    "llama",
+    "qwen3-moe",
+    "gemma4",
 )
 BUFFERS = {"aaa_first", "model.layer_scalar", "model.layers.0.step"}
+SAME_TRAINING = ("hsdp", "fsdp-tp", "fsdp1", "fsdp1-shardedtensor", "fsdp1-hsdp", "single", "dcp", "accelerate-bins")
 GATE = "model.layers.0.mlp.gate_proj.weight"
 DTENSOR_ROLES = tuple(name for name in FOUR_RANKS if name != "fsdp1-shardedtensor")
 
@@ -81,13 +86,14 @@ def test_shards_are_uneven_and_padded(fsdp_checkpoints: Path) -> None:
     assert parts[3].untyped_storage().nbytes() > parts[3].numel() * 4
 
 
-def test_hsdp_repeats_every_shard(fsdp_checkpoints: Path) -> None:
-    ranks = [state[GATE] for state in shards(fsdp_checkpoints / "hsdp")]
+@pytest.mark.parametrize("name", ["hsdp", "fsdp1-hsdp"])
+def test_hsdp_repeats_every_shard(fsdp_checkpoints: Path, name: str) -> None:
+    ranks = [state[GATE] for state in shards(fsdp_checkpoints / name)]
     assert ranks[0].placements == (Replicate(), Shard(0))
     assert ranks[0].device_mesh.mesh_dim_names == ("ddp", "fsdp")
     assert torch.equal(local(ranks[0]), local(ranks[2]))
     merged = torch.cat([local(ranks[0]), local(ranks[1])])
-    assert torch.equal(merged, expected(fsdp_checkpoints, "hsdp")[GATE])
+    assert torch.equal(merged, expected(fsdp_checkpoints, name)[GATE])
 
 
 def test_tensor_parallel_strides_the_shards(fsdp_checkpoints: Path) -> None:
@@ -101,7 +107,7 @@ def test_tensor_parallel_strides_the_shards(fsdp_checkpoints: Path) -> None:
     assert down.placements == (Shard(0), Shard(1))
 
 
-@pytest.mark.parametrize("name", ["hsdp", "fsdp-tp", "fsdp1", "fsdp1-shardedtensor", "single", "dcp"])
+@pytest.mark.parametrize("name", SAME_TRAINING)
 def test_the_same_training_gives_the_same_tensors(fsdp_checkpoints: Path, name: str) -> None:
     """Every way of sharding gathers to one truth, by as many ways of gathering."""
     assert same(expected(fsdp_checkpoints, name), expected(fsdp_checkpoints, "fsdp2"))
@@ -164,11 +170,27 @@ def test_lora_only_holds_nothing_but_adapters(fsdp_checkpoints: Path) -> None:
     assert meta == {"r": only[name].shape[0], "lora_alpha": 8, "task_type": "CAUSAL_LM"}
 
 
-def test_tied_weights_share_one_storage(fsdp_checkpoints: Path) -> None:
-    state = shards(fsdp_checkpoints / "tied-bf16")[0]
+@pytest.mark.parametrize(("name", "dtype"), [("tied-bf16", torch.bfloat16), ("gemma4", torch.float32)])
+def test_tied_weights_share_one_storage(fsdp_checkpoints: Path, name: str, dtype: torch.dtype) -> None:
+    state = shards(fsdp_checkpoints / name)[0]
     head, embedding = local(state["lm_head.weight"]), local(state["model.embed_tokens.weight"])
-    assert head.dtype == torch.bfloat16
+    assert head.dtype == dtype
     assert head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
+
+
+def test_experts_are_packed_and_the_last_rank_may_have_none(fsdp_checkpoints: Path) -> None:
+    ranks = shards(fsdp_checkpoints / "qwen3-moe")
+    experts = "model.layers.1.mlp.experts"
+    assert ranks[0][f"{experts}.gate_up_proj"].shape == (6, 24, 32)
+    assert ranks[0][f"{experts}.down_proj"].shape == (6, 32, 12)
+    assert [len(local(state[f"{experts}.down_proj"])) for state in ranks] == [2, 2, 2, 0]
+
+
+def test_every_rank_of_gemma_has_the_scalars_of_its_layers(fsdp_checkpoints: Path) -> None:
+    for state in shards(fsdp_checkpoints / "gemma4"):
+        plain = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
+        scalars = {f"model.layers.{layer}.layer_scalar": torch.tensor([0.5 + layer]) for layer in range(2)}
+        assert same(plain, scalars)
 
 
 def test_a_world_of_one_writes_plain_tensors(fsdp_checkpoints: Path) -> None:
@@ -211,3 +233,26 @@ def test_dcp_also_holds_the_training(fsdp_checkpoints: Path) -> None:
     assert {key.partition(".")[0] for key in keys} == {"model", "optimizer", "lr_scheduler", "train_state"}
     optimizer = read_metadata(fsdp_checkpoints / "accelerate/optimizer_0").state_dict_metadata
     assert f"optimizer.state.{GATE}.exp_avg" in optimizer
+
+
+# Without DCP, as accelerate does
+
+
+def test_accelerate_writes_a_file_of_dtensors_a_rank(fsdp_checkpoints: Path) -> None:
+    folder = fsdp_checkpoints / "accelerate-bins"
+    names = {f"{part}_0_rank{rank}.bin" for part in ("pytorch_model_fsdp", "optimizer") for rank in range(4)}
+    assert {path.name for path in folder.iterdir()} == names
+    ranks = [torch.load(folder / f"pytorch_model_fsdp_0_rank{rank}.bin", weights_only=False) for rank in range(4)]
+    merged = torch.cat([local(state[GATE]) for state in ranks])
+    assert torch.equal(merged, expected(fsdp_checkpoints, "accelerate-bins")[GATE])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_accelerate_may_write_flat_parameters(fsdp_checkpoints: Path) -> None:
+    folder = fsdp_checkpoints / "accelerate-local"
+    assert {path.name for path in folder.iterdir()} == {f"pytorch_model_fsdp_rank{rank}.bin" for rank in range(4)}
+    path = folder / "pytorch_model_fsdp_rank0.bin"
+    state = torch.load(path, weights_only=False, pickle_module=ShardedTensorPickle)
+    flat = {key for key, value in state.items() if isinstance(value, Record)}
+    assert flat == {"_flat_param", "model.layers.0._flat_param", "model.layers.1._flat_param"}
+    assert state.keys() - flat == BUFFERS
