@@ -70,10 +70,11 @@ def compare(
     run(ours, environment), run(theirs)
     pairs = [(run(ours, environment), run(theirs)) for _ in range(runs)]
     ratio = statistics.median(a.wall / b.wall for a, b in pairs)
-    return Ratio(name, _median([a for a, _ in pairs]), _median([b for _, b in pairs]), ratio, limit)
+    return Ratio(name, median_run([a for a, _ in pairs]), median_run([b for _, b in pairs]), ratio, limit)
 
 
-def _median(runs: Sequence[Run]) -> Run:
+def median_run(runs: Sequence[Run]) -> Run:
+    """Return the medians of what was measured, each on its own."""
     return Run(
         statistics.median(r.wall for r in runs),
         statistics.median(r.cpu for r in runs),
