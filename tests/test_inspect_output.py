@@ -192,9 +192,11 @@ def test_the_next_command_can_be_typed(
     """Relative to the working directory, and quoted for a shell."""
     builders.copy(fsdp_checkpoints / "fsdp2", tmp_path / "my $role")
     monkeypatch.chdir(tmp_path)
-    (command, *_) = [told["command"] for told in ckpttool("inspect", "my $role", "--json").json["data"]["next"]]
-    assert command == "ckpttool merge-fsdp 'my $role' -o 'my $role-hf'"
-    call = ckpttool(*shlex.split(command)[1:])
+    merge, look = [told["command"] for told in ckpttool("inspect", "my $role", "--json").json["data"]["next"]]
+    assert merge == "ckpttool merge-fsdp 'my $role' -o 'my $role-hf'"
+    assert ckpttool(*shlex.split(merge)[1:]).code == 0
+    assert look == "ckpttool inspect 'my $role' --tensors"
+    call = ckpttool(*shlex.split(look)[1:])
     assert (call.code, "lm_head.weight" in call.out) == (0, True)
 
 
