@@ -258,6 +258,25 @@ def test_the_model_configuration_is_not_needed(role: Path, content: dict[str, ob
         assert problem(found, "side-files-missing").message == "huggingface/ has no config.json"
 
 
+def test_files_as_accelerate_names_them(fsdp_checkpoints: Path) -> None:
+    """The size of the world is in the meshes; optimizer files are counted and not unpickled."""
+    found = inspect(fsdp_checkpoints / "accelerate-bins")
+    assert (found.kind, found.state) == ("fsdp", "complete")
+    assert found.facts["world size"] == "4 ranks (model files of rank 0-3)"
+    assert found.title == "FSDP shards as accelerate names them"
+    assert ("optimizer", "") in holds(found)
+    assert found.next[0].command.startswith("ckpttool merge-fsdp ")
+    tensors = inspect(fsdp_checkpoints / "accelerate-bins", tensors="*")
+    assert listed(tensors) == headers(fsdp_checkpoints / "expected" / "accelerate-bins.safetensors")
+
+
+def test_flattened_parameters_of_accelerate(fsdp_checkpoints: Path) -> None:
+    """LOCAL_STATE_DICT: what each parameter was is known to the torch that wrote it alone."""
+    found = inspect(fsdp_checkpoints / "accelerate-local")
+    assert (found.state, faults(found)) == ("incomplete", ["flat-parameters"])
+    assert not any("merge-fsdp" in suggestion.command for suggestion in found.next)
+
+
 def test_side_files_hold_no_weights(role: Path) -> None:
     """Case 42: people take huggingface/ for the model."""
     found = inspect(role)

@@ -70,6 +70,10 @@ class Target:
         """Bytes in the file."""
         return dtype_bytes(self.dtype, math.prod(self.shape))
 
+    def is_copy_of(self, tensor: TensorInfo) -> bool:
+        """Tell whether it is all of one source, in its dtype."""
+        return (self.dtype, self.shape) == (tensor.dtype, tensor.shape) and self.parts == whole(tensor).parts
+
     def sources(self, box: Box) -> Iterator[tuple[str, slice | EllipsisType, Box]]:
         """Yield for a box of the target: source name, which rows of the box, the box of the source."""
         if not self.shape:

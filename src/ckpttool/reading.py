@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType, TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
-from ckpttool.elements import Array
+from ckpttool.elements import Array, dtype_of
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from ckpttool.formats.payload import Payload, locate
 from ckpttool.tensors import Box, Index, Piece, Place, TensorInfo, contiguous_strides, extent, overlap
@@ -45,11 +46,19 @@ class _Pieces:
     longest: int
 
 
+class Run(NamedTuple):
+    """Bytes of an open file that are the elements of a piece, in their order."""
+
+    handle: int
+    offset: int
+    length: int
+
+
 class Reader:
     """Reads from the files below ``root``. Not shared between threads: each has its own files and scratch."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root = str(root)
         self._files: OrderedDict[str, int] = OrderedDict()
         self._payloads: dict[Place, Payload] = {}
         self._pieces: tuple[TensorInfo, _Pieces] | None = None
@@ -87,6 +96,16 @@ class Reader:
         yield from index.sorted[
             bisect_left(index.starts, first - index.longest + 1) : bisect_left(index.starts, first + rows)
         ]
+
+    def run(self, tensor: TensorInfo, piece: Piece) -> Run | None:
+        """Return where a whole piece lies, if it lies there in C order; the handle is good until the next call."""
+        payload, size = self._payload(piece.place), dtype_of(tensor.dtype).itemsize
+        if payload.strides is not None and not _in_order(piece.size, payload.strides):
+            return None
+        begin, length = payload.start * size, piece.numel * size
+        if begin + length > payload.length:
+            raise BrokenCheckpoint(f"{piece.place.file}: {tensor.name} reaches out of its storage")
+        return Run(self._open(piece.place.file), payload.offset + begin, length)
 
     def read_piece(self, tensor: TensorInfo, piece: Piece, box: Box, out: Array) -> None:
         """Fill ``out`` with the part of one stored piece that a box (in the tensor's coordinates) names."""
@@ -135,8 +154,12 @@ class Reader:
         if known is None:
             if len(self._payloads) >= PAYLOADS:
                 self._payloads.clear()
-            known = self._payloads[place] = locate(self._root / place.file, self._open(place.file), place)
+            known = self._payloads[place] = locate(self._path(place.file), self._open(place.file), place)
         return known
+
+    def _path(self, file: str) -> str:
+        """Return where a file lies; those of other directories have absolute names. Text is faster than a Path."""
+        return os.path.join(self._root, file)  # noqa: PTH118
 
     def _open(self, file: str) -> int:
         handle = self._files.get(file)
@@ -146,9 +169,9 @@ class Reader:
         if len(self._files) >= OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         try:
-            handle = os.open(self._root / file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            handle = os.open(self._path(file), os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
-            raise NotACheckpoint(f"{self._root / file}: {error.strerror}", code="unreadable") from error
+            raise NotACheckpoint(f"{self._path(file)}: {error.strerror}", code="unreadable") from error
         self._files[file] = handle
         return handle
 
@@ -159,9 +182,9 @@ class Reader:
             try:
                 count = os.preadv(handle, [view], at)
             except OSError as error:
-                raise BrokenCheckpoint(f"{self._root / file}: {error.strerror}", code="unreadable") from error
+                raise BrokenCheckpoint(f"{self._path(file)}: {error.strerror}", code="unreadable") from error
             if not count:
-                raise BrokenCheckpoint(f"{self._root / file}: ends early; was it changed meanwhile?", code="truncated")
+                raise BrokenCheckpoint(f"{self._path(file)}: ends early; was it changed meanwhile?", code="truncated")
             view, at = view[count:], at + count
 
 

@@ -21,12 +21,15 @@ import numpy as np
 from ckpttool.elements import Array, cast, dtype_of
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.safetensorsfile import SAFETENSORS_NAMES
-from ckpttool.plan import Plan, Target, WeightFile
-from ckpttool.reading import BAND, Reader
+from ckpttool.plan import PAGE, Plan, Target, WeightFile
+from ckpttool.reading import BAND, Reader, Run
 from ckpttool.staging import copy_file, write_file
-from ckpttool.tensors import Box, TensorInfo, bands
+from ckpttool.tensors import Box, Index, Piece, TensorInfo, bands, is_cut_in_rows
 
 Progress = Callable[[int], None]
+
+SHARED_AT_ONCE = 256 << 20
+"""Bytes that the file system is asked to share or copy by one call."""
 
 
 def execute(
@@ -127,6 +130,7 @@ class _Output:
         self._handle, self._advance = handle, advance
         self._buffer: Array = np.empty(BAND, np.uint8)
         self._held = self._at = 0
+        self._may_share = True
 
     def room(self, count: int) -> Array:
         """Return the next ``count`` bytes, to be filled before the next call; at most a band."""
@@ -135,6 +139,39 @@ class _Output:
         room = self._buffer[self._held : self._held + count]
         self._held += count
         return room
+
+    @property
+    def position(self) -> int:
+        """Byte offset at which the next byte goes."""
+        return self._at + self._held
+
+    def share(self, run: Run) -> bool:
+        """Append a run of another file without bringing it here; ``False``, with nothing done, where that is refused.
+
+        File systems with copy-on-write (XFS, btrfs) share the blocks, network ones copy on the server.
+        """
+        if not self._may_share:
+            return False
+        self._flush()
+        left = run.length
+        while left:
+            try:
+                source = run.offset + run.length - left
+                count = os.copy_file_range(run.handle, self._handle, min(left, SHARED_AT_ONCE), source, self._at)
+            except (AttributeError, OSError):
+                count = 0
+            if not count:
+                self._may_share = False
+                return self._refused(run, left)
+            self._wrote(count)
+            left -= count
+        return True
+
+    def _refused(self, run: Run, left: int) -> bool:
+        """Take back what was shared of a run before the system refused the rest of it."""
+        self._at -= run.length - left
+        self._advance(left - run.length)
+        return False
 
     def append(self, content: Array) -> None:
         """Append bytes of any length."""
@@ -149,14 +186,17 @@ class _Output:
 
     def _flush(self) -> None:
         view = memoryview(self._buffer.data)[: self._held]
-        begin = self._at
-        while view:
-            count = os.pwrite(self._handle, view, self._at)
-            view, self._at = view[count:], self._at + count
+        self._held = written = 0
+        while written < len(view):
+            written += os.pwrite(self._handle, view[written:], self._at + written)
+        self._wrote(written)
+
+    def _wrote(self, count: int) -> None:
+        """Go on behind what was written, and ask the system to bring it to the disk now."""
         with suppress(AttributeError, OSError):  # a hint, which not every system has
-            os.posix_fadvise(self._handle, begin, self._at - begin, os.POSIX_FADV_DONTNEED)
-        self._held = 0
-        self._advance(self._at - begin)
+            os.posix_fadvise(self._handle, self._at, count, os.POSIX_FADV_DONTNEED)
+        self._at += count
+        self._advance(count)
 
 
 class _Mover:
@@ -168,9 +208,28 @@ class _Mover:
 
     def move(self, target: Target) -> int:
         """Append one target; return how many finite elements its cast made infinite."""
+        tensor = self._sources[target.parts[0].source]
+        whole = sum(piece.numel for piece in tensor.pieces) == tensor.numel
+        if not whole or not target.is_copy_of(tensor) or not is_cut_in_rows(tensor):
+            return self._fill(target, (0,) * len(target.shape), target.shape)
+        for piece in sorted(tensor.pieces, key=lambda piece: piece.offset):
+            if not self._share(tensor, piece):
+                self._fill(target, piece.offset, piece.size)
+        return 0
+
+    def _share(self, tensor: TensorInfo, piece: Piece) -> bool:
+        """Append the bytes of a piece by letting the file system share their blocks, where both begin at one."""
+        if self._output.position % PAGE or piece.numel * dtype_of(tensor.dtype).itemsize < PAGE:
+            return False
+        run = self._reader.run(tensor, piece)
+        return run is not None and run.offset % PAGE == 0 and self._output.share(run)
+
+    def _fill(self, target: Target, offset: Index, size: Index) -> int:
+        """Append a part of a target that is contiguous in it."""
         dtype, lost = dtype_of(target.dtype), 0
         widest = max(dtype.itemsize, *(dtype_of(self._sources[p.source].dtype).itemsize for p in target.parts))
-        for box in bands(target.shape, BAND // widest):
+        for start, extent in bands(size, BAND // widest):
+            box = tuple(map(int.__add__, offset, start)), extent
             room = self._output.room(math.prod(box[1]) * dtype.itemsize).view(dtype)
             for name, where, source in target.sources(box):
                 lost += self._read(self._sources[name], source, target.dtype, room.reshape(box[1])[where])

@@ -164,6 +164,11 @@ def bands(shape: Index, most: int) -> Iterator[Box]:
             yield (*lead, start, *behind), ((1,) * axis + (min(step, shape[axis] - start), *whole))
 
 
+def is_cut_in_rows(tensor: TensorInfo) -> bool:
+    """Tell whether every piece is a run of whole rows, and so contiguous in the tensor."""
+    return bool(tensor.shape) and all(piece.size[1:] == tensor.shape[1:] or not piece.numel for piece in tensor.pieces)
+
+
 def tiling_faults(shape: Index, boxes: Iterable[tuple[Index, Index]]) -> Iterator[str]:
     """Say why these (offset, size) boxes do not cover ``shape`` exactly once; nothing when they do."""
     boxes = list(boxes)

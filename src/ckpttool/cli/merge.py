@@ -126,7 +126,7 @@ def merge_fsdp(
         drop_lm_head=drop_lm_head,
         hf_config=None if hf_config is None else str(check_path(hf_config)),
         max_shard_size=size_of("--max-shard-size", max_shard_size),
-        threads=1 if threads is None else count_of("--threads", threads),
+        threads=Options().threads if threads is None else count_of("--threads", threads),
         force=force,
         dry_run=dry_run,
     )

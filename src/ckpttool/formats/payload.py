@@ -23,7 +23,7 @@ class Payload(NamedTuple):
     strides: Index | None
 
 
-def locate(path: Path, handle: int, place: Place) -> Payload:
+def locate(path: str, handle: int, place: Place) -> Payload:
     """Return where the elements lie, from the file's own headers; ``handle`` is the open file at ``path``.
 
     Raises :class:`BrokenCheckpoint` where the file no longer has there what its index says.
@@ -36,8 +36,8 @@ def locate(path: Path, handle: int, place: Place) -> Payload:
             raise BrokenCheckpoint(f"{path}: no local header at byte {place.offset:,}", code="damaged-zip")
         before = LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
         return Payload(place.offset + before, place.length, place.start, place.strides)
-    archive = open_archive(path, place.offset, place.length)
-    value, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=path.name)
+    archive = open_archive(Path(path), place.offset, place.length)
+    value, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=archive.path.name)
     view = stored_tensor(value)
     record = f"data/{view.storage}"
     return Payload(archive.payload(record), archive.entries[record].size, view.start, view.strides)

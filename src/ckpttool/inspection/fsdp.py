@@ -20,8 +20,9 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     """Describe a role directory of FSDP shards (verl, SkyRL, verl's SFT steps)."""
     source = fsdp.open_(path)
     lora = source.lora_only
-    what = "FSDP role directory, LoRA adapters only" if lora else "FSDP role directory"
-    draft = Draft(path=path, kind="fsdp-lora" if lora else "fsdp", title=what, evidence=evidence)
+    what = "FSDP shards as accelerate names them" if source.files.models else "FSDP role directory"
+    title = f"{what}, LoRA adapters only" if lora else what
+    draft = Draft(path=path, kind="fsdp-lora" if lora else "fsdp", title=title, evidence=evidence)
     draft.add(Section("", source))
     present = source.files.ranks("model", source.world_size)
     placements = Counter(t.placement for t in source.tensors.values())

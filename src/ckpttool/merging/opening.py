@@ -144,7 +144,8 @@ def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) ->
 
 def check_unchanged(opened: Opened) -> None:
     """Raise :class:`BrokenCheckpoint` when a shard has been written to since it was opened."""
-    changed = [path.name for path, stamp in opened.stamps.items() if _stamps([path.parent]).get(path) != stamp]
+    now = _stamps(opened.folders)
+    changed = [path.name for path, stamp in opened.stamps.items() if now.get(path) != stamp]
     if changed:
         raise BrokenCheckpoint(
             f"{opened.source.root}: changed while it was read: {listing(changed)}; nothing was written",
