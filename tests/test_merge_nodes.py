@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,7 @@ def test_two_complete_sets_are_the_users_choice(role: Path, expected: dict[str, 
     (role / "fsdp_config.json").unlink()
     error = refusal(role, UsageError)
     assert error.exit_code == 2
-    assert "--world-size" in error.hint
-    assert "2, 4" in error.hint
+    assert "--world-size 2 or --world-size 4" in error.hint
     shutil.rmtree(role / "huggingface")
     merged(role, world_size=2)
     assert unequal(tensors_in(role.parent / "out"), other) == set()
@@ -172,7 +172,7 @@ def test_a_run_with_one_role(fsdp_checkpoints: Path, tmp_path: Path, expected: d
     """Case 41: the only one below is taken and said."""
     run = builders.run_directory(tmp_path / "run", {"actor": fsdp_checkpoints / "fsdp2"}, (10,))
     result = merged(run)
-    assert [note.code for note in result.notes] == ["found-below"]
+    assert result.notes == ()
     assert result.path == str(run / "global_step_10" / "actor")
     assert unequal(tensors_in(tmp_path / "out"), expected) == set()
 
@@ -183,11 +183,58 @@ def test_a_run_with_several(fsdp_checkpoints: Path, tmp_path: Path, expected: di
     builders.drop_rank(run / "global_step_20" / "actor", 1)
     error = refusal(run, NotACheckpoint)
     assert error.exit_code == 3
-    assert error.hint.count("ckpttool merge-fsdp ") == 4
+    assert error.hint.count("ckpttool merge-fsdp ") == 5
+    assert f"ckpttool merge-fsdp {run} --step latest --role actor -o " in error.hint
     result = merged(run, step="latest", role="actor")
     assert result.path == str(run / "global_step_10" / "actor")
     assert "tracker-disagrees" in [note.code for note in result.notes]
     assert unequal(tensors_in(tmp_path / "out"), expected) == set()
+
+
+def test_parts_of_a_save_below_are_proposed_as_one(role: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Case 5: what each node kept lies in a directory of its own."""
+    nodes = scattered(role, (0, 1), (2, 3))
+    shutil.rmtree(role)
+    with pytest.raises(NotACheckpoint) as caught:
+        merge(role.parent, role.parent / "out", Options(dtype="float32"))
+    first = shlex.split(caught.value.hint.splitlines()[1])
+    command = [*("ckpttool", "merge-fsdp", str(nodes[0]), "--input", str(nodes[1])), "-o", str(role.parent / "out")]
+    assert first == [*command, "--dtype", "fp32"]
+    merge(nodes[0], role.parent / "out", Options(inputs=(str(nodes[1]),)))
+    assert unequal(tensors_in(role.parent / "out"), expected) == set()
+
+
+def test_a_save_without_the_model(role: Path) -> None:
+    """verl's save_contents may leave it out."""
+    for path in role.glob("model_*"):
+        path.unlink()
+    (problem,) = refusal(role, BrokenCheckpoint).problems
+    assert "there are extra_state, optim files only" in problem.message
+
+
+def test_one_ranks_file_is_not_the_checkpoint(role: Path) -> None:
+    assert str(role) in refusal(role / "model_world_size_4_rank_0.pt", NotACheckpoint).hint
+
+
+def test_a_role_of_the_only_step(fsdp_checkpoints: Path, tmp_path: Path) -> None:
+    roles = {"actor": fsdp_checkpoints / "fsdp2", "critic": fsdp_checkpoints / "critic"}
+    run = builders.run_directory(tmp_path / "run", roles, (10,))
+    assert merged(run, role="critic").path == str(run / "global_step_10" / "critic")
+
+
+def test_a_model_beside_the_roles_is_no_role(fsdp_checkpoints: Path, tmp_path: Path) -> None:
+    """An output in a step makes later steps no less complete."""
+    run = builders.run_directory(tmp_path / "run", {"actor": fsdp_checkpoints / "fsdp2"}, (10, 20))
+    merge(run / "global_step_10" / "actor", run / "global_step_10" / "actor-hf", Options())
+    result = merged(run, step="latest", role="actor")
+    assert result.path == str(run / "global_step_20" / "actor")
+    assert result.notes == ()
+
+
+def test_other_checkpoints_are_named(megatron_checkpoints: Path, tmp_path: Path) -> None:
+    run = builders.run_directory(tmp_path / "run", {"actor": megatron_checkpoints / "dense-v1"}, (10,))
+    error = refusal(run / "global_step_10" / "actor", NotACheckpoint)
+    assert "it is a verl" in error.message
 
 
 @pytest.mark.parametrize("name", ["nothing", "role/huggingface", "file.txt"])

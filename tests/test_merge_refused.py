@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from ckpttool import sink
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Refused, Unmapped
 from ckpttool.merging import Options, merge
 from tests import builders
@@ -198,9 +199,7 @@ def test_a_config_that_is_none(content: bytes, tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_changes_while_it_is_read(role: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer saves into the directory: the output would be of two saves."""
-    from ckpttool import merging
-
-    execute: Callable[..., Any] = merging.execute
+    execute: Callable[..., Any] = sink.execute
 
     def save_meanwhile(*arguments: Any, **options: Any) -> Any:
         done = execute(*arguments, **options)
@@ -208,7 +207,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(role: Path, monkeypatch: pyt
         path.write_bytes(path.read_bytes())
         return done
 
-    monkeypatch.setattr(merging, "execute", save_meanwhile)
+    monkeypatch.setattr("ckpttool.merging.execute", save_meanwhile)
     error = refused(role)
     assert (error.code, error.exit_code) == ("changed-meanwhile", 4)
     assert "model_world_size_4_rank_2.pt" in error.message

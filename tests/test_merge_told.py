@@ -37,7 +37,7 @@ def test_a_merge_says_what_it_did_and_what_to_type_next(ckpttool: Run, role: Pat
     call = ckpttool("merge-fsdp", role, "-o", tmp_path / "out", "--dtype", "bf16")
     assert (call.code, call.err) == (0, "")
     first, *rest = call.out.splitlines()
-    assert first.startswith(f"merged into {tmp_path / 'out'}: 80 parameters, 3 tensors in 1 file, ")
+    assert first.startswith(f"merged {role} into {tmp_path / 'out'}: 80 parameters, 3 tensors in 1 file, ")
     words = " ".join(" ".join(rest).split())
     for told in (
         "shards 2 FSDP shards of world size 2, mesh fsdp=2",
@@ -99,7 +99,8 @@ def test_copies_that_differ_are_a_table(ckpttool: Run, tmp_path: Path) -> None:
     ]
     taken = ckpttool("merge-fsdp", role, "-o", tmp_path / "out", "--on-mismatch", "rank0")
     assert taken.code == 0
-    assert "1 DIFFER, taken from the lowest rank: mean" in " ".join(taken.out.split())
+    note = "mean: taken from rank 0; on rank 2-3 up to 1 of 3 elements differ, by up to 0.5, 1 with a NaN"
+    assert note in " ".join(taken.out.split())
     assert tensors_in(tmp_path / "out")["mean"].tolist() == [1.0, 2.0, 3.0]
 
 
@@ -125,7 +126,7 @@ def test_long_lists_are_short_unless_asked(ckpttool: Run, tmp_path: Path) -> Non
     weights = {f"w{n}": torch.randn(10) for n in range(20)}
     buffers = {f"b{n}": torch.randn(3) for n in range(9)}
     role = write_role(tmp_path / "role", weights, buffers)
-    options = ["--dtype", "bf16", "--max-shard-size", "40"]
+    options = ["--dtype", "bf16", "--max-shard-size", "40B"]
     short = ckpttool("merge-fsdp", role, "-o", tmp_path / "out", *options).out
     long = ckpttool("merge-fsdp", role, "-o", tmp_path / "out", *options, "--force", "--verbose").out
     assert "b3 and 5 more (buffers" in short
@@ -151,8 +152,11 @@ def test_names_from_a_file_do_not_reach_the_terminal(ckpttool: Run, tmp_path: Pa
         (["-o", "out", "--world-size", "0"], 2),
         (["-o", "out", "--threads", "many"], 2),
         (["-o", "out", "--on-mismatch", "ignore"], 2),
+        (["-o", "out", "--cast-buffers"], 2),
+        (["-o", "out", "--allow-overflow"], 2),
         (["-o", ""], 2),
         (["-o", "out", "--hf-config", "nowhere"], 3),
+        (["-o", "out", "--hf-config", "role"], 3),
         (["-o", "out", "--input", "nowhere"], 3),
         (["-o", "out", "--step", "3"], 3),
     ],
@@ -173,13 +177,20 @@ def test_exit_codes(
         ("5GiB", 5 << 30),
         ("500M", 5 * 10**8),
         ("1.5kb", 1500),
-        ("7", 7),
+        ("7000000", 7_000_000),
+        ("7B", 7),
         ("2 tib", 2 << 40),
         ("9B", 9),
     ],
 )
 def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert size_of("--max-shard-size", text) == size
+
+
+def test_a_bare_small_number_lacks_its_unit() -> None:
+    with pytest.raises(UsageError) as caught:
+        size_of("--max-shard-size", "5")
+    assert "5GB" in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "5iB", "5GBs", "1e3", "0", "0.4", "٣GB"])

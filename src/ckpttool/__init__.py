@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Refused
+from ckpttool.errors import (
+    BrokenCheckpoint,
+    CannotWrite,
+    CkpttoolError,
+    NotACheckpoint,
+    Refused,
+    Unmapped,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from ckpttool.inspection import inspect
@@ -13,9 +21,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BrokenCheckpoint",
+    "CannotWrite",
     "CkpttoolError",
     "NotACheckpoint",
     "Refused",
+    "Unmapped",
+    "UsageError",
     "__version__",
     "inspect",
     "open_checkpoint",

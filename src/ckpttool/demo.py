@@ -16,10 +16,11 @@ LOST_RANK = 3
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One command to run on the demo, and what to see in it."""
+    """One command to run on the demo, what to see in it, and the exit code that it has."""
 
     what: str
     command: tuple[str, ...]
+    code: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,15 @@ def _copy(source: Path, target: Path) -> None:
 def _scenes(root: Path) -> list[Scene]:
     fsdp, megatron = root / "fsdp-run", root / "megatron-run"
     merge = ("merge-fsdp", f"{fsdp}/global_step_10/actor", "-o", str(root / "merged"))
+    broken = ("merge-fsdp", f"{fsdp}/global_step_20/actor")
     return [
         Scene("A run: which steps can be used?", ("inspect", str(fsdp))),
         Scene("The step that is whole", ("inspect", f"{fsdp}/global_step_10/actor")),
         Scene("A Hugging Face model of it: what would be written?", (*merge, "--dtype", "bf16", "--dry-run")),
-        Scene("Write it: every replicated tensor is checked, memory stays small", (*merge, "--dtype", "bf16")),
+        Scene("Write it: no torch, and memory that stays small", (*merge, "--dtype", "bf16", "--quiet")),
         Scene("The model, ready for from_pretrained", ("inspect", str(root / "merged"), "--strict")),
         Scene("The step that is not", ("inspect", f"{fsdp}/global_step_20/actor")),
+        Scene("It is refused, with the reason", (*broken, "-o", str(root / "no")), code=4),
         Scene("Megatron, in verl's layout v1", ("inspect", f"{megatron}/global_step_10/actor")),
         Scene("What would it take to load it in current verl?", ("migrate", str(megatron), "--dry-run")),
         Scene("Do it: names are added, no byte is copied", ("migrate", str(megatron))),

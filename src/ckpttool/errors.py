@@ -54,6 +54,10 @@ class CkpttoolError(Exception):
         self.code = code or type(self).__name__
         self.problems = tuple(problems)
 
+    def __str__(self) -> str:
+        """Return the message, and every reason in a line of its own."""
+        return "\n".join([self.message, *(f"  {problem.message}" for problem in self.problems)])
+
 
 class UsageError(CkpttoolError):
     """The command line asks for something that makes no sense, or leaves a choice open that is the user's."""

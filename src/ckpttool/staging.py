@@ -68,13 +68,14 @@ def check_target(target: Path, *, force: bool, replaceable: bool) -> None:
     """
     if not os.path.lexists(target):
         return
-    if not force:
-        raise CannotWrite(f"{target}: exists already", hint="Name another directory, or replace it with --force.")
     if not replaceable:
+        what = "exists already" if not force else "no directory of the kind that is written here"
         raise CannotWrite(
-            f"{target}: no directory of the kind that is written here, so --force does not replace it",
+            f"{target}: {what}, so --force does not replace it" if force else f"{target}: {what}, and is no model",
             hint="Name another directory, or move it away yourself.",
         )
+    if not force:
+        raise CannotWrite(f"{target}: exists already", hint="Name another directory, or replace it with --force.")
 
 
 def check_outside(target: Path, sources: Iterable[Path]) -> None:

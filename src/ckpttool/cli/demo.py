@@ -38,6 +38,8 @@ def demo(
     for scene in result.scenes:
         out.print(terminal.demo_heading(scene.what, shlex.join(("ckpttool", *scene.command))), soft_wrap=True)
         sys.stdout.flush()
-        if code := session.run([*scene.command, "--color", color]):
-            raise Exit(code)
+        code = session.run([*scene.command, "--color", color])
+        sys.stderr.flush()
+        if code != scene.code:
+            raise Exit(code or 70)
     out.print(terminal.demo_end(result.root), soft_wrap=True)

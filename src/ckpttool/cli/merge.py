@@ -55,13 +55,18 @@ def merge_fsdp(
     ] = "5GB",
     hf_config: Annotated[
         str | None,
-        Option("--hf-config", metavar="DIR", help="Where config and tokenizer lie. Default: huggingface/ in the role."),
+        Option(
+            "--hf-config",
+            metavar="DIR",
+            help="Where config, tokenizer and code are taken from.",
+        ),
     ] = None,
     untie: Annotated[
-        bool, Option("--untie", help="Tied by the config, but different: write both, make the config say untied.")
+        bool,
+        Option("--untie", help="lm_head has diverged from tied embeddings: write both, untie the config."),
     ] = False,
     drop_lm_head: Annotated[
-        bool, Option("--drop-lm-head", help="Tied by the config, but different: leave the head out.")
+        bool, Option("--drop-lm-head", help="lm_head has diverged: write the embeddings alone.")
     ] = False,
     on_mismatch: Annotated[
         str,
@@ -100,8 +105,9 @@ def merge_fsdp(
 
     Runs on a CPU with neither torch nor a process group, in memory that does not grow with the model. Every rank must
     be there, every replicated tensor must be the same on all of them; names and dtypes stay those of training. The
-    output is complete or absent. Exit codes: 0 done, 2 a choice is yours, 3 no FSDP shards, 4 broken or refused (all
-    reasons are listed), 5 LoRA adapters, 6 cannot write there, 7 a file would run code.
+    output is complete or absent. Exit codes: 0 done, 2 wrong usage or a save to be chosen, 3 no FSDP shards or
+    several directories of them, 4 broken or refused (all reasons are listed), 5 LoRA adapters, 6 cannot write there,
+    7 a file would run code.
     """
     session = ctx.obj
     session.begin("merge-fsdp", json=json, color=check_color(color))

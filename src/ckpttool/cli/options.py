@@ -26,12 +26,15 @@ Color = Annotated[
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print the verdict only.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Show the plan, change nothing.")]
 NoProgress = Annotated[bool, Option("--no-progress", help="Do not show progress.")]
-Force = Annotated[bool, Option("--force", help="Replace what exists at the destination.")]
+Force = Annotated[bool, Option("--force", help="Replace the one that was written there before.")]
 Output = Annotated[str, Option("--output", "-o", metavar="DIR", help="The directory to write; it must not exist.")]
 Threads = Annotated[
     str | None, Option("--threads", metavar="N", help="Most output files written at the same time. Default: 2.")
 ]
-Verbose = Annotated[bool, Option("--verbose", "-v", help="List every tensor and file that is told of in numbers.")]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="Show every name where otherwise there are a few, or counts.")]
+
+LEAST_BARE = 1_000_000
+"""Numbers without a unit below this are taken for gigabytes that lack their unit."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
 
@@ -90,6 +93,8 @@ def size_of(option: str, text: str) -> int:
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match and (match[2] or not match[3]) else 0
     if not size:
         raise UsageError(f"{option} {text}: no size", hint="Sizes are written like 5GB, 5GiB or 500M.")
+    if text.strip().isdecimal() and size < LEAST_BARE:
+        raise UsageError(f"{option} {text}: {text} bytes?", hint=f"With a unit it is clear: {text}GB, or {text}B.")
     return size
 
 

@@ -41,6 +41,12 @@ class ModelConfig:
         return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
     @property
+    def dtype(self) -> str | None:
+        """The dtype that the weights are said to have, by torch's name."""
+        said = next((self.values[key] for key in _DTYPE_KEYS if self.values.get(key)), None)
+        return said.removeprefix("torch.") if isinstance(said, str) else None
+
+    @property
     def generates(self) -> bool:
         """Whether the model writes text, and so needs a head over the vocabulary."""
         return any(name.endswith(_GENERATES) for name in self.architectures)

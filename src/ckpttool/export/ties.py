@@ -56,7 +56,7 @@ def decide(
     if pair.head is None or pair.embedding is None:
         tie = _one_of_them(pair, config, tied=tied, untie=untie, drop_head=drop_head)
     elif tied is False:
-        tie = _refused("not-tied", f"{pair.head} is no alias: {reason}", False, drop_head)
+        tie = _refused("not-tied", f"{pair.head} is no alias: {reason}", untie, drop_head)
     else:
         tie = _both(pair.head, pair.embedding, differs, untie=untie, drop_head=drop_head, clear=tied is True)
     return replace(tie, notes=(*notes, *tie.notes))
@@ -116,8 +116,10 @@ def _one_of_them(pair: _Pair, config: ModelConfig, *, tied: bool | None, untie: 
     if pair.head is not None and pair.embedding is None and tied and config.generates:
         message = f"tied, but of {pair.head} and its embeddings only the head is here"
         return Tie(problems=(Problem(code="embedding-missing", message=message),))
-    what = "there are not both, a head and embeddings"
-    return _refused("not-both", what, untie, drop_head)
+    tie = _refused("not-both", "there are not both, a head and embeddings", untie, drop_head)
+    unclear = pair.head is None and pair.embedding is not None and not (config.architectures or tied or pair.other_head)
+    note = "config.json names no architectures: whether the model lacks a head cannot be told"
+    return replace(tie, notes=(note,)) if unclear else tie
 
 
 def _both(

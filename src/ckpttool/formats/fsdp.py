@@ -202,12 +202,21 @@ def _read_rank(
         found.problems.append(Problem(code="not-tensors", severity="note", path=name, message=message))
 
 
+def _versions(by_rank: Mapping[int, Held], what: str) -> str:
+    """Say which ranks say what: ``float32 on rank 0-2; int32 on rank 3``."""
+    sides: dict[str, list[int]] = {}
+    for rank, held in by_rank.items():
+        value = getattr(held, what)
+        sides.setdefault(str(list(value)) if what == "shape" else value, []).append(rank)
+    return "; ".join(f"{value} on rank {ranges(some)}" for value, some in list(sides.items())[:4])
+
+
 def _tensor(name: str, by_rank: Mapping[int, Held], read: list[int], world_size: int, found: Findings) -> TensorInfo:
     """Join what the ranks hold, and report where they contradict each other or leave a hole."""
     first = next(iter(by_rank.values()))
     if len({(held.dtype, held.shape, held.placement) for held in by_rank.values()}) > 1:
         what = next(w for w in _AGREED if any(getattr(held, w) != getattr(first, w) for held in by_rank.values()))
-        found.group(f"{what}-disagrees", f"ranks disagree on the {what}", name)
+        found.group(f"{what}-disagrees", f"ranks disagree on the {what} ({_versions(by_rank, what)})", name)
     absent = [rank for rank in read if rank not in by_rank] if len(by_rank) < len(read) else []
     if absent:
         found.group("key-missing", f"absent on rank {ranges(absent)}, present on others", name)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem
 from ckpttool.formats import torchzip
-from ckpttool.formats.findings import OTHER_NODES, Findings, listing, ranges
+from ckpttool.formats.findings import OTHER_NODES, Findings, counted, listing, ranges
 from ckpttool.formats.jsonfile import read_object
 
 KINDS = ("model", "optim", "extra_state")
@@ -152,7 +152,9 @@ def check_files(path: Path, files: ShardFiles, world_size: int, kinds: Sequence[
     for kind in (kind for kind in dict.fromkeys(("model", *files.by_kind)) if kind in kinds):
         present = files.ranks(kind, world_size)
         missing = files.missing(kind, world_size)
-        if missing and (present or kind == "model"):
+        if kind == "model" and not present:
+            found.problems.append(_no_model(files, world_size))
+        elif missing and present:
             found.problems.append(
                 Problem(
                     code="rank-missing",
@@ -171,6 +173,15 @@ def check_files(path: Path, files: ShardFiles, world_size: int, kinds: Sequence[
             )
         if kind != "model":
             _check_archives(path, present, found)
+
+
+def _no_model(files: ShardFiles, world_size: int) -> Problem:
+    others = listing(kind for kind in files.by_kind if files.ranks(kind, world_size))
+    return Problem(
+        code="rank-missing",
+        message=f"no model shard is here: of {counted(world_size, 'rank')} there are {others} files only",
+        hint=f"Was it saved without the model (verl: checkpoint.save_contents)? If not: {OTHER_NODES}",
+    )
 
 
 def _check_archives(path: Path, names: Mapping[int, str], found: Findings) -> None:
@@ -199,7 +210,7 @@ def check_twice(path: Path, files: ShardFiles, found: Findings) -> None:
             Problem(
                 code="rank-twice",
                 severity="note" if same else "error",
-                message=f"{other} lies in another directory too" + (", the same" if same else ", and is another file"),
+                message=f"{other} and {path / first} are {'the same' if same else 'different files for one rank'}",
                 hint="" if same else "Give only directories of one save.",
             )
         )

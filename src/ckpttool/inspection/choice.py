@@ -43,7 +43,9 @@ def _step(path: Path, step: str) -> tuple[Path, tuple[Problem, ...]]:
     for name in names:
         if layout.step_of(name.name) == wanted:
             return name, notes
-    raise NotACheckpoint(f"{path}: no step {wanted}", hint=f"There are {listing(name.name for name in names)}.")
+    raise NotACheckpoint(
+        f"{path}: no step {wanted}", hint=f"Steps that are there: {listing(name.name for name in names)}."
+    )
 
 
 def _latest(path: Path) -> tuple[int, tuple[Problem, ...]]:
@@ -58,10 +60,14 @@ def _latest(path: Path) -> tuple[int, tuple[Problem, ...]]:
 
 
 def _role(path: Path, role: str) -> Path:
-    if not (path / role).is_dir():
-        below = sorted(p.name for p in path.iterdir() if p.is_dir()) if path.is_dir() else []
-        hint = f"There is {listing(below)}." if below else ""
-        if any(layout.step_of(name) is not None for name in below):
-            hint = "Roles lie in steps: add --step latest, or --step N."
-        raise NotACheckpoint(f"{path}: no role {role}", hint=hint)
-    return path / role
+    if (path / role).is_dir():
+        return path / role
+    steps = runs.steps(path) if path.is_dir() else []
+    having = [step / role for step in steps if (step / role).is_dir()]
+    if len(having) == 1:
+        return having[0]
+    below = sorted(p.name for p in path.iterdir() if p.is_dir()) if path.is_dir() else []
+    hint = f"What is there: {listing(below)}." if below else ""
+    if steps:
+        hint = "Roles lie in steps: add --step latest, or --step N."
+    raise NotACheckpoint(f"{path}: no role {role}", hint=hint)

@@ -16,7 +16,7 @@ from ckpttool.export import ties
 from ckpttool.formats import hf
 from ckpttool.formats.findings import counted, ranges
 from ckpttool.merging import planning
-from ckpttool.merging.opening import Opened, check_unchanged, open_save
+from ckpttool.merging.opening import Opened, check_unchanged, checked_options, find_folders, open_save
 from ckpttool.merging.replicas import compare_copies, differing
 from ckpttool.merging.result import Copies, Merge, Mismatch, Options, OutputFile
 from ckpttool.plan import Plan
@@ -41,17 +41,19 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
     """
     started = time.monotonic()
     path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links
+    options = checked_options(options)
     if not options.dry_run:
         clear_stale(output)
+    folders, notes = find_folders(path, output, options)
+    check_outside(output, folders)
     check_target(output, force=options.force, replaceable=_is_replaceable(output))
     try:
         with collector_paused():
-            opened = open_save(path, output, options)
-            check_outside(output, opened.folders)
+            opened = open_save(folders, notes, options)
             checked = _check(opened, options)
     except PermissionError as error:
         raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
-    result = _result(path, output, opened, checked, options)
+    result = _result(output, opened, checked, options)
     check_space(output, checked.plan.nbytes)
     if options.dry_run:
         return replace(result, bytes_free=_free(output), seconds=time.monotonic() - started)
@@ -87,9 +89,11 @@ def _check(opened: Opened, options: Options) -> _Checked:
     if draft.problems or (copies.mismatches and options.on_mismatch == "error"):
         raise _refusal(opened, draft.problems, copies.mismatches if options.on_mismatch == "error" else ())
     plan, changes = planning.finish(draft, opened.tensors, opened.config, opened.side, options)
-    notes = tuple(Problem(code="tied", message=note, severity="note") for note in tie.notes)
+    notes = [Problem(code="tied", message=note, severity="note") for note in tie.notes]
+    notes += [_taken(mismatch) for mismatch in copies.mismatches]
+    notes += planning.dtype_note(draft.targets, opened.tensors, opened.config, options)
     read += compared + sum(opened.tensors[target.name].nbytes for target in draft.targets)
-    return _Checked(plan, copies, changes, notes, read)
+    return _Checked(plan, copies, changes, tuple(notes), read)
 
 
 def _refusal(opened: Opened, problems: Sequence[Problem], mismatches: Sequence[Mismatch]) -> BrokenCheckpoint:
@@ -111,6 +115,17 @@ def _refusal(opened: Opened, problems: Sequence[Problem], mismatches: Sequence[M
     return error
 
 
+def _taken(mismatch: Mismatch) -> Problem:
+    """Return the note on a tensor whose copies differ and of which the first one is written."""
+    nans = f", {mismatch.nans:,} with a NaN" if mismatch.nans else ""
+    return Problem(
+        code="copies-differ",
+        severity="note",
+        message=f"{mismatch.name}: taken from rank {mismatch.reference}; on rank {ranges(mismatch.ranks)} up to "
+        f"{mismatch.changed:,} of {mismatch.elements:,} elements differ, by up to {mismatch.largest:.3g}{nans}",
+    )
+
+
 def _table(mismatches: Sequence[Mismatch]) -> Table:
     rows = [
         (
@@ -126,7 +141,7 @@ def _table(mismatches: Sequence[Mismatch]) -> Table:
     return Table(("tensor", "on rank", "not as on", "elements that differ", "by up to", "NaN"), tuple(rows))
 
 
-def _result(path: Path, output: Path, opened: Opened, checked: _Checked, options: Options) -> Merge:
+def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -> Merge:
     source, plan, config = opened.source, checked.plan, opened.config
     dtypes: Counter[str] = Counter()
     for target in plan.targets:
@@ -136,6 +151,7 @@ def _result(path: Path, output: Path, opened: Opened, checked: _Checked, options
     files += [OutputFile(name=f.name, bytes=f.bytes) for f in plan.copies]
     return Merge(
         path=str(source.root),
+        folders=tuple(map(str, opened.folders)),
         output=str(output),
         done=False,
         title=f"{counted(len(source.files.ranks('model', source.world_size)), 'FSDP shard')} of world size "

@@ -3,40 +3,68 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import NotACheckpoint, Problem
+from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem
 from ckpttool.export.config import CONFIG
 from ckpttool.formats import fsdp
+from ckpttool.formats.shardfiles import is_model_shard, scan
+from ckpttool.inspection import inspect, runs
 from ckpttool.inspection.choice import choose
 from ckpttool.inspection.search import below, require_directory
+from ckpttool.merging.result import Options
 
 
-def find_shards(path: Path, step: str | None, role: str | None, output: Path) -> tuple[Path, tuple[Problem, ...]]:
+def find_shards(path: Path, output: Path, options: Options) -> tuple[Path, tuple[Problem, ...]]:
     """Return the directory with shards that the path and the options mean, and notes on the choice.
 
     Raises :class:`NotACheckpoint` that lists what lies below, as commands to type, when that is not exactly one.
     """
+    if path.is_file() and is_model_shard(path.name):
+        raise NotACheckpoint(f"{path}: one rank's file", hint=f"Give the directory of all of them: {path.parent}")
     require_directory(path)
-    chosen, notes = choose(path, step, role)
+    chosen, notes = choose(path, options.step, options.role)
     if fsdp.detect(chosen) is not None:
         return chosen, notes
     found, all_seen = below(chosen, lambda folder: fsdp.detect(folder) is not None)
     if len(found) == 1 and all_seen:
-        message = f"{chosen} itself has no shards; those of the only directory below it are merged: {found[0]}"
-        return found[0], (*notes, Problem(code="found-below", message=message, severity="note"))
+        return found[0], notes
     if not found:
         raise NotACheckpoint(
-            f"{chosen}: no FSDP shards (model_world_size_W_rank_R.pt) in it or below",
-            hint=f"What is it? ckpttool inspect {shlex.quote(str(chosen))}",
+            f"{chosen}: no FSDP shards (model_world_size_W_rank_R.pt) in it or below{_what_it_is(chosen)}",
+            hint=f"More about it: ckpttool inspect {shlex.quote(str(chosen))}",
         )
-    lines = [f"  ckpttool merge-fsdp {shlex.quote(str(p))} -o {shlex.quote(str(output))}" for p in found[:20]]
+    lines = list(_commands(chosen, found, output, options))
     raise NotACheckpoint(
         f"{chosen}: {len(found)} directories of FSDP shards lie below it",
         hint="\n".join(["Choose one, with --step and --role or by its path:", *lines]),
     )
+
+
+def _what_it_is(path: Path) -> str:
+    """Say what a directory without shards is, where it has a name."""
+    try:
+        return f"; it is a {inspect(path).title}"
+    except CkpttoolError:
+        return ""
+
+
+def _commands(path: Path, found: Sequence[Path], output: Path, options: Options) -> Iterator[str]:
+    """Yield what to type instead: parts of one save united, the newest whole step, each by its path."""
+    tail = shlex.join(["-o", str(output)]) + "".join(f" {flag}" for flag in options.flags())
+    sets = [scan(folder).by_kind.get("model", {}) for folder in found]
+    size = next(iter(sets[0]), 0)
+    ranks = [rank for by_size in sets for rank in by_size.get(size, ())]
+    if len(found) > 1 and sorted(ranks) == list(range(size)) and all(set(by_size) == {size} for by_size in sets):
+        others = "".join(f" --input {shlex.quote(str(folder))}" for folder in found[1:])
+        yield f"  ckpttool merge-fsdp {shlex.quote(str(found[0]))}{others} {tail}"
+    if runs.steps(path):
+        roles = sorted({folder.name for folder in found if layout.step_of(folder.parent.name) is not None})
+        role = f" --role {roles[0]}" if roles else ""
+        yield f"  ckpttool merge-fsdp {shlex.quote(str(path))} --step latest{role} {tail}"
+    yield from (f"  ckpttool merge-fsdp {shlex.quote(str(folder))} {tail}" for folder in found[:20])
 
 
 def find_side_folder(roles: Sequence[Path], given: str | None) -> Path | None:

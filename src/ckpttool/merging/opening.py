@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Unmapped, UsageError
+from ckpttool import layout
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Severity, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig, read_config
+from ckpttool.export.precision import DTYPES
 from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.ties import Tie
 from ckpttool.formats import fsdp
@@ -37,17 +39,20 @@ class Opened:
     stamps: Mapping[Path, tuple[int, int]]
 
 
-def open_save(path: Path, output: Path, options: Options) -> Opened:
+def find_folders(path: Path, output: Path, options: Options) -> tuple[tuple[Path, ...], tuple[Problem, ...]]:
+    """Return the directories that hold the save, that of the path first, and notes on how they were chosen."""
+    role, notes = find_shards(path, output, options)
+    others = [find_shards(Path(p).absolute(), output, options)[0] for p in options.inputs]
+    return tuple(dict.fromkeys((role, *others))), notes
+
+
+def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Options) -> Opened:
     """Read all indexes and refuse, with everything that is wrong, what is no whole checkpoint."""
-    if options.untie and options.drop_lm_head:
-        raise UsageError("--untie and --drop-lm-head ask for opposite things")
-    role, notes = find_shards(path, options.step, options.role, output)
-    others = [find_shards(Path(p).absolute(), options.step, options.role, output)[0] for p in options.inputs]
-    also = tuple(other for other in dict.fromkeys(others) if other != role)
+    role, *also = folders
     _check_world_size(role, also, options.world_size)
-    stamps = _stamps((role, *also))
+    stamps = _stamps(folders)
     source = fsdp.open_(role, options.world_size, also=also, kinds=("model",))
-    side_folder = find_side_folder((role, *also), options.hf_config)
+    side_folder = find_side_folder(folders, options.hf_config)
     names, unwrapped, collisions = unwrap(source.tensors)
     config, config_problems = _config(side_folder, options)
     tensors = planning.renamed(source.tensors, names)
@@ -57,15 +62,32 @@ def open_save(path: Path, output: Path, options: Options) -> Opened:
     _refuse(role, source, problems)
     return Opened(
         source=source,
-        folders=(role, *also),
+        folders=folders,
         tensors=tensors,
         unwrapped=unwrapped,
         config=config,
         side_folder=side_folder,
-        side=find_side_files(side_folder, config, crowded=side_folder in (role, *also)),
+        side=find_side_files(side_folder, config, crowded=side_folder in folders),
         notes=(*notes, *(p for p in problems if p.severity == "note")),
         stamps=stamps,
     )
+
+
+def checked_options(options: Options) -> Options:
+    """Return options with torch's name of the dtype.
+
+    Raises :class:`UsageError` for those that contradict each other, or would be passed over without a word.
+    """
+    if options.untie and options.drop_lm_head:
+        raise UsageError("--untie and --drop-lm-head ask for opposite things")
+    for name, given in (("--cast-buffers", options.cast_buffers), ("--allow-overflow", options.allow_overflow)):
+        if given and options.dtype is None:
+            raise UsageError(f"{name} without --dtype: nothing is cast")
+    if options.dtype is None:
+        return options
+    if options.dtype not in DTYPES:
+        raise UsageError(f"dtype {options.dtype}: not one of {', '.join(DTYPES)}")
+    return replace(options, dtype=DTYPES[options.dtype])
 
 
 def _check_world_size(role: Path, also: Sequence[Path], wanted: int | None) -> None:
@@ -95,20 +117,24 @@ def _config(folder: Path | None, options: Options) -> tuple[ModelConfig | None, 
     if config is None:
         message = "no config.json: what is written can be loaded as tensors only, not as a model"
         hint = "Give the directory of the model that was trained: --hf-config DIR."
-        if options.hf_config is not None:
-            return None, (Problem(code="no-config", message=f"{folder}: no config.json in it"),)
+        if options.hf_config is not None and folder is not None:
+            inside = [name for name in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE) if (folder / name).is_dir()]
+            hint = f"Did you mean {folder / inside[0]}?" if inside else ""
+            raise NotACheckpoint(f"--hf-config {folder}: no config.json in it", hint=hint)
         return None, (Problem(code="no-config", severity="note", message=message, hint=hint),)
     return config, ()
 
 
-_RANKS_OF_REPLICAS = ("rank-missing",)
+_MISSING = "rank-missing"
+_OTHER_NODES = "Do they lie on other nodes? Name those directories, too: --input DIR; or copy the files into this one."
 
 
 def _sorted_out(source: fsdp.FsdpSource) -> list[Problem]:
     """Return the problems of the shards; ranks that hold further replicas of what is here are no fault."""
     suffices = any(problem.code == "replicas-suffice" for problem in source.problems)
+    severity: Severity = "note" if suffices else "error"
     return [
-        replace(problem, severity="note") if suffices and problem.code in _RANKS_OF_REPLICAS else problem
+        replace(problem, severity=severity, hint=_OTHER_NODES) if problem.code == _MISSING else problem
         for problem in source.problems
     ]
 
@@ -120,11 +146,11 @@ def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) ->
     """Raise the error that all faults together are; adapters are refused as long as nothing here can fuse them."""
     faults = [problem for problem in problems if problem.severity == "error"]
     if any(problem.code in _CHOICES for problem in faults):
-        sizes = listing(sorted(source.files.by_kind["model"]))
+        sizes = sorted(source.files.by_kind["model"])
         raise UsageError(
-            f"{role}: which save is meant? Shards of world size {sizes} are here",
-            hint=f"Choose with --world-size ({sizes}).",
-            problems=faults,
+            f"{role}: which save is meant? It is not clear from what lies here",
+            hint=f"If the shards are the right ones: {' or '.join(f'--world-size {size}' for size in sizes)}.",
+            problems=[replace(problem, hint="") if problem.code in _CHOICES else problem for problem in faults],
         )
     if faults:
         raise BrokenCheckpoint(

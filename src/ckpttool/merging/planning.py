@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttool.errors import Problem
@@ -86,6 +86,18 @@ def main_dtype(targets: Iterable[Target], tensors: Mapping[str, TensorInfo]) -> 
     return held.most_common(1)[0][0] if held else None
 
 
+def dtype_note(
+    targets: Iterable[Target], tensors: Mapping[str, TensorInfo], config: ModelConfig | None, options: Options
+) -> Iterator[Problem]:
+    """Tell when the config speaks of a smaller dtype than that of the shards: trainers keep masters in float32."""
+    written = main_dtype(targets, tensors)
+    said = config.dtype if config is not None else None
+    if options.dtype is None and written == "float32" and said in ("bfloat16", "float16"):
+        short = "bf16" if said == "bfloat16" else "fp16"
+        message = f"config.json said {said}, the shards hold float32, and so does the output"
+        yield Problem(code="dtype", message=message, hint=f"To write {said}: --dtype {short}.", severity="note")
+
+
 def casts(targets: Iterable[Target], tensors: Mapping[str, TensorInfo], lost: Mapping[str, int]) -> tuple[Cast, ...]:
     """Return what changes its dtype, one entry a pair of dtypes; ``lost`` are elements that became infinite."""
     pairs: dict[tuple[str, str], list[Target]] = {}
@@ -96,9 +108,9 @@ def casts(targets: Iterable[Target], tensors: Mapping[str, TensorInfo], lost: Ma
         Cast(
             dtype=dtype,
             to=to,
-            tensors=len(several),
+            names=tuple(t.name for t in several),
             bytes=sum(t.nbytes for t in several),
-            overflowed=sum(lost.get(t.name, 0) for t in several),
+            overflowed={t.name: lost[t.name] for t in several if t.name in lost},
         )
         for (dtype, to), several in pairs.items()
     )

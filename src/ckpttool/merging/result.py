@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -34,6 +35,32 @@ class Options:
     force: bool = False
     dry_run: bool = False
 
+    def flags(self) -> Iterator[str]:
+        """Yield the options as one types them, but for the dry run and for the choice of a step, which is made."""
+        for folder in self.inputs:
+            yield f"--input {shlex.quote(folder)}"
+        for name in _WORDS:
+            value = getattr(self, name)
+            if value != getattr(Options(), name):
+                yield f"--{name.replace('_', '-')} {shlex.quote(_typed(name, value))}"
+        yield from (f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(self, name))
+        if not self.check_replicas:
+            yield "--no-check-replicas"
+
+
+_SWITCHES = ("cast_buffers", "allow_overflow", "untie", "drop_lm_head", "force")
+_WORDS = ("world_size", "dtype", "on_mismatch", "hf_config", "max_shard_size", "threads")
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
+
+
+def _typed(name: str, value: Any) -> str:
+    """Write a value as one types it."""
+    if name == "max_shard_size":
+        unit, factor = next((unit, factor) for unit, factor in _UNITS if value % factor == 0)
+        return f"{value // factor}{unit}"
+    return _SHORT.get(value, str(value))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
@@ -46,13 +73,13 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """Tensors that change their dtype; ``overflowed`` finite elements became infinite."""
+    """Tensors that change their dtype, and by name how many of their finite elements became infinite."""
 
     dtype: str
     to: str
-    tensors: int
+    names: tuple[str, ...]
     bytes: int
-    overflowed: int = 0
+    overflowed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +114,16 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """What a merge does or did. Paths are absolute; bytes and seconds are those of the whole command."""
+    """What a merge does or did. Paths are absolute; bytes and seconds are those of the whole command.
+
+    ``parameters`` are elements of tensors that are no buffers; ``bytes_free`` is looked up for a dry run only.
+    """
 
     path: str
     output: str
     done: bool
     options: Options
+    folders: tuple[str, ...]
     title: str
     model: str
     tensors: int
@@ -111,9 +142,9 @@ class Merge:
     notes: tuple[Problem, ...] = ()
     bytes_read: int = 0
     bytes_written: int = 0
-    bytes_free: int = 0
+    bytes_free: int | None = None
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as values that JSON has."""
-        return asdict(self)
+        """Return it as values that JSON has; the notes are the problems of the envelope."""
+        return {name: value for name, value in asdict(self).items() if name != "notes"}

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from ckpttool.merging.result import Copies, Merge, Options
+from ckpttool.merging.result import Copies, Merge
 from ckpttool.render.terminal import (
     clean,
     duration,
@@ -46,12 +46,13 @@ def show_merge(result: Merge, out: Console, *, quiet: bool = False, verbose: boo
 
 
 def _verdict(result: Merge) -> Text:
+    source, target = shown_path(result.path), shown_path(result.output)
     if result.done:
         rate = f", {size(result.bytes_written / result.seconds)}/s" if result.seconds > 1 else ""
         tail = f": {_summary(result)} in {duration(result.seconds)}{rate}"
-        return Text("merged", "bold green") + Text(f" into {clean(shown_path(result.output))}", "bold") + Text(tail)
-    head = Text("can be merged", "bold") + Text(f" into {clean(shown_path(result.output))}: {_summary(result)}")
-    return head + Text("; dry run: nothing was written", "bold")
+        return Text("merged", "bold green") + Text(f" {clean(f'{source} into {target}')}", "bold") + Text(tail)
+    what = f"{source} can be merged into {target}"
+    return Text(clean(what), "bold") + Text(f": {_summary(result)}; dry run: nothing was written")
 
 
 def _summary(result: Merge) -> str:
@@ -63,7 +64,8 @@ def _summary(result: Merge) -> str:
 
 
 def _facts(result: Merge, *, verbose: bool) -> Iterator[tuple[str, str]]:
-    yield "from", shown_path(result.path)
+    if len(result.folders) > 1:
+        yield "united with", ", ".join(map(shown_path, result.folders[1:]))
     yield "shards", result.title
     if result.model:
         yield "model", result.model
@@ -76,20 +78,22 @@ def _facts(result: Merge, *, verbose: bool) -> Iterator[tuple[str, str]]:
     if result.missing:
         yield "not found", ", ".join(result.missing)
     yield "read", size(result.bytes_read)
-    if not result.done:
+    if result.bytes_free is not None:
         yield "disk", f"{size(result.bytes_written)} needed, {size(result.bytes_free)} free"
 
 
 def _changes(result: Merge, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield everything that is not as it was in training."""
     for cast in result.casts:
-        lost = f", {plural(cast.overflowed, 'value')} became infinite" if cast.overflowed else ""
-        yield "cast", f"{cast.dtype} to {cast.to}: {plural(cast.tensors, 'tensor')}, {size(cast.bytes)}{lost}"
+        names = f": {', '.join(cast.names)}" if verbose else ""
+        yield "cast", f"{cast.dtype} to {cast.to}: {plural(len(cast.names), 'tensor')}, {size(cast.bytes)}{names}"
+        for name, lost in cast.overflowed.items():
+            yield "overflow", f"{name}: {plural(lost, 'value')} became infinite"
     if result.kept:
         yield "not cast", f"{_names(result.kept, verbose)} (buffers keep their dtype)"
     yield "copies", "; ".join(_copies(result.copies))
     for drop in result.dropped:
-        yield "left out", f"{drop.name}: {drop.reason} ({drop.rule})"
+        yield "left out", f"{drop.name}: {drop.reason}"
     for segment, count in result.renamed.items():
         yield "renamed", f"{segment}. taken out of {plural(count, 'name')}"
     for change in result.config_changes:
@@ -113,22 +117,19 @@ def _copies(copies: Copies) -> Iterator[str]:
         yield f"{plural(copies.replicas, 'replica')} of shards compared, {how}"
     elif not copies.checked:
         yield "replicas of shards not compared (--no-check-replicas)"
-    if copies.mismatches:
-        names = ", ".join(mismatch.name for mismatch in copies.mismatches[:FEW])
-        more = len(copies.mismatches) - FEW
-        yield f"{len(copies.mismatches):,} DIFFER, taken from the lowest rank: {names}" + (
-            f" and {more:,} more" if more > 0 else ""
-        )
 
 
 def _show_files(result: Merge, out: Console, *, verbose: bool) -> None:
     table = new_table("file", "tensors", "bytes", right=("tensors", "bytes"))
     weights = [file for file in result.files if file.tensors]
-    shown = weights if verbose or len(weights) <= 8 else [*weights[:4], *weights[-2:]]
-    for file in shown:
+    few = verbose or len(weights) <= 8
+    for file in weights if few else weights[:4]:
         table.add_row(clean(file.name), f"{file.tensors:,}", size(file.bytes))
-    if len(shown) < len(weights):
-        table.add_row(f"and {len(weights) - len(shown):,} more", "", "")
+    if not few:
+        between = weights[4:-1]
+        tensors, count = sum(file.tensors for file in between), sum(file.bytes for file in between)
+        table.add_row(f"... {len(between):,} more", f"{tensors:,}", size(count))
+        table.add_row(clean(weights[-1].name), f"{weights[-1].tensors:,}", size(weights[-1].bytes))
     for file in (file for file in result.files if not file.tensors):
         table.add_row(clean(file.name), "", size(file.bytes))
     out.print(Padding(table, (0, 0, 0, 2), expand=False))
@@ -140,23 +141,5 @@ def _show_next(result: Merge, out: Console) -> None:
         show_next([("look at it, and have it checked", f"ckpttool inspect {target} --strict")], out)
     else:
         source = shlex.quote(shown_path(result.path))
-        flags = "".join(f" {word}" for word in _flags(result.options))
+        flags = "".join(f" {word}" for word in result.options.flags())
         show_next([("do it", f"ckpttool merge-fsdp {source} -o {target}{flags}")], out)
-
-
-_SWITCHES = ("cast_buffers", "allow_overflow", "untie", "drop_lm_head", "force")
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_WORDS = ("world_size", "dtype", "on_mismatch", "hf_config", "max_shard_size", "threads")
-
-
-def _flags(options: Options) -> Iterator[str]:
-    """Yield the options as they were typed, but for the dry run and the choice of a step, which is made."""
-    for folder in options.inputs:
-        yield f"--input {shlex.quote(folder)}"
-    for name in _WORDS:
-        value = getattr(options, name)
-        if value != getattr(Options(), name):
-            yield f"--{name.replace('_', '-')} {shlex.quote(_SHORT.get(value, str(value)))}"
-    yield from (f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(options, name))
-    if not options.check_replicas:
-        yield "--no-check-replicas"

@@ -82,10 +82,8 @@ def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) 
 
 
 def show_error(error: CkpttoolError, out: Console) -> None:
-    """Print one line of fact and one of hint."""
+    """Print one line of fact, every reason, and one line of hint."""
     out.print(Text("error: ", "bold red") + Text(clean(error.message)), soft_wrap=True)
-    if error.hint:
-        out.print(Text("hint:  ", "bold") + Text(clean(error.hint, lines=True)), soft_wrap=True)
     for problem in error.problems:
         out.print(show_problem(problem))
     if error.table is not None:
@@ -93,6 +91,8 @@ def show_error(error: CkpttoolError, out: Console) -> None:
         for row in error.table.rows:
             table.add_row(*map(clean, row))
         out.print(Padding(table, (0, 0, 0, 2), expand=False))
+    if error.hint:
+        out.print(Text("hint:  ", "bold") + Text(clean(error.hint, lines=True)), soft_wrap=True)
 
 
 def clean(text: str, *, lines: bool = False) -> str:
