@@ -86,10 +86,12 @@ def _end_at(at: int, *, before: bool) -> None:
             done += counts
             if before and counts and done == at:
                 os._exit(KILLED)
-            result = call(*arguments, **options)
-            if counts and done == at:
-                os._exit(KILLED)
-            return result
+            mine = counts and done == at
+            try:
+                return call(*arguments, **options)
+            finally:  # a call that fails is an end as good as any
+                if mine:
+                    os._exit(KILLED)
 
         return wrapped
 

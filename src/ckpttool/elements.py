@@ -18,9 +18,6 @@ from ckpttool.tensors import DTYPE_BITS
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
-"""What ``--dtype`` casts. Integers, bools, complex numbers and fp8 (whose scales lie elsewhere) are never cast."""
-
 _INFINITY: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "float64": (0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
@@ -94,7 +91,7 @@ class Difference:
         changed = int(np.count_nonzero(where))
         self.changed += changed
         if changed and dtype_of(dtype).type is not np.void:
-            self._measure(a[where], b[where])
+            self._measure(a[where], b[where], dtype)
 
     def join(self, other: Difference) -> None:
         """Count what another one has counted of further parts."""
@@ -107,17 +104,21 @@ class Difference:
         nans = f", {self.nans:,} with a NaN" if self.nans else ""
         return f"{self.changed:,} of {self.elements:,} elements differ, by up to {self.largest:.3g}{nans}"
 
-    def _measure(self, a: Array, b: Array) -> None:
-        wide = np.complex128 if a.dtype.kind == "c" else np.float64
-        with np.errstate(all="ignore"):
-            x, y = a.astype(wide), b.astype(wide)
-            unclear = np.isnan(x) | np.isnan(y)
-            self.nans += int(np.count_nonzero(unclear))
-            apart = np.abs(x - y)[~unclear]
-        self.largest = max(self.largest, float(apart.max(initial=0.0)))
+    def _measure(self, a: Array, b: Array, dtype: str) -> None:
+        if a.dtype.kind in "iu":  # 64 bits do not fit into a float
+            apart: Array = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+        else:
+            wide = np.complex128 if dtype.startswith("complex") else np.float64
+            with np.errstate(all="ignore"):
+                x, y = a.astype(wide), b.astype(wide)
+                unclear = np.isnan(x) | np.isnan(y)
+                self.nans += int(np.count_nonzero(unclear))
+                apart = np.abs(x - y)[~unclear]
+            apart = apart[~np.isnan(apart)]  # the same infinity on both sides
+        self.largest = max(self.largest, float(apart.max(initial=0)))
 
 
 def _bits(values: Array) -> Array:
-    """View elements as unsigned integers; those of 16 bytes as rows of two."""
+    """View elements as unsigned integers; those of other sizes as rows of their bytes."""
     size = values.itemsize
     return values.view(f"u{size}") if size in (1, 2, 4, 8) else values.view(np.uint8).reshape(-1, size)

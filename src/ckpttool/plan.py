@@ -14,8 +14,8 @@ from types import EllipsisType
 
 from ckpttool.errors import Problem
 from ckpttool.formats.findings import Findings, listing
-from ckpttool.formats.safetensorsfile import METADATA, SAFETENSORS_NAMES, Entry, header_bytes
-from ckpttool.tensors import Box, Index, TensorInfo, dtype_bytes, tiling_faults
+from ckpttool.formats.safetensorsfile import HEADER_MOST, METADATA, SAFETENSORS_NAMES, Entry, header_bytes
+from ckpttool.tensors import CASTABLE, Box, Index, TensorInfo, dtype_bytes, tiling_faults
 
 PAGE = 4096
 """Blocks of file systems: where source and target both begin at one, some share it instead of copying."""
@@ -181,6 +181,19 @@ def _weight_file(name: str, targets: Iterable[Target]) -> WeightFile:
     return WeightFile(name, tuple(ordered), header_bytes([Entry(t.name, t.dtype, t.shape) for t in ordered], PAGE))
 
 
+def header_faults(files: Iterable[WeightFile]) -> list[Problem]:
+    """Return the files whose headers are longer than readers of safetensors accept."""
+    return [
+        Problem(
+            code="header-too-long",
+            message=f"{file.name} would have {len(file.header):,} bytes of header, {HEADER_MOST:,} are allowed",
+            hint="Distribute the tensors over more files: --max-shard-size.",
+        )
+        for file in files
+        if len(file.header) > HEADER_MOST
+    ]
+
+
 def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mapping[str, TensorInfo]) -> list[Problem]:
     """Return everything that is wrong with a plan: the sum of its parts is each source once, and each target once."""
     found = Findings()
@@ -194,7 +207,7 @@ def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mappi
     for name, tensor in sources.items():
         if name in left_out and name in used:
             found.group("dropped-and-used", "both written and left out", name)
-        elif name not in left_out | used.keys():
+        elif name not in left_out and name not in used:
             found.group("unused", "neither written nor left out by a rule", name)
         for fault in tiling_faults(tensor.shape, used[name]) if name in used else ():
             found.group("not-once", f"not written exactly once: {fault}", name)
@@ -217,10 +230,16 @@ def _check_target(target: Target, sources: Mapping[str, TensorInfo], found: Find
         found.group("unwritable-dtype", f"safetensors has no {target.dtype}", target.name)
     if target.name == METADATA or not _is_text(target.name):
         found.group("unwritable-name", "no name that safetensors can hold", target.name)
+    if not target.parts:
+        found.group("source-missing", "made of nothing", target.name)
     absent = [part.source for part in target.parts if part.source not in sources]
     if absent:
         found.group("source-missing", f"made of {listing(absent)}, which the checkpoint does not have", target.name)
-    elif target.shape and sum(part.count for part in target.parts) != target.shape[0]:
+        return
+    stored = {sources[part.source].dtype for part in target.parts} - {target.dtype}
+    if stored and not {target.dtype, *stored} <= CASTABLE:
+        found.group("bad-cast", f"{listing(sorted(stored))} cannot be cast to {target.dtype}", target.name)
+    if target.shape and sum(part.count for part in target.parts) != target.shape[0]:
         found.group("rows-disagree", "its parts have not as many rows as it has", target.name)
 
 

@@ -36,6 +36,9 @@ PAYLOADS = 1 << 12
 SPARSE = 4
 """How many times the wanted bytes a run may have and still be read whole."""
 
+SCATTERED, SHORT = 64, 4096
+"""The same for elements that lie in stretches of less than ``SHORT`` bytes: a call costs more than reading those."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
@@ -99,7 +102,7 @@ class Reader:
 
     def run(self, tensor: TensorInfo, piece: Piece) -> Run | None:
         """Return where a whole piece lies, if it lies there in C order; the handle is good until the next call."""
-        payload, size = self._payload(piece.place), dtype_of(tensor.dtype).itemsize
+        payload, size = self._payload(tensor, piece), dtype_of(tensor.dtype).itemsize
         if payload.strides is not None and not _in_order(piece.size, payload.strides):
             return None
         begin, length = payload.start * size, piece.numel * size
@@ -109,7 +112,7 @@ class Reader:
 
     def read_piece(self, tensor: TensorInfo, piece: Piece, box: Box, out: Array) -> None:
         """Fill ``out`` with the part of one stored piece that a box (in the tensor's coordinates) names."""
-        payload = self._payload(piece.place)
+        payload = self._payload(tensor, piece)
         steps = payload.strides if payload.strides is not None else contiguous_strides(piece.size)
         local = tuple(o - p for o, p in zip(box[0], piece.offset, strict=True))
         first = payload.start + sum(map(int.__mul__, local, steps))
@@ -125,7 +128,7 @@ class Reader:
                 self._fill(file, at, out.reshape(-1).view(np.uint8))
             else:
                 self._through_scratch(file, at, span, contiguous_strides(out.shape), out)
-        elif span <= SPARSE * out.size and span * out.itemsize <= BAND:
+        elif span * out.itemsize <= BAND and span <= _sparse(out, steps) * out.size:
             self._through_scratch(file, at, span, steps, out)
         else:
             self._halves(file, base, first, steps, out)
@@ -149,13 +152,25 @@ class Reader:
         self._read(file, base, first, steps, out[before])
         self._read(file, base, first + middle * steps[axis], steps, out[behind])
 
-    def _payload(self, place: Place) -> Payload:
-        known = self._payloads.get(place)
+    def _payload(self, tensor: TensorInfo, piece: Piece) -> Payload:
+        known = self._payloads.get(piece.place)
         if known is None:
             if len(self._payloads) >= PAYLOADS:
                 self._payloads.clear()
-            known = self._payloads[place] = locate(self._path(place.file), self._open(place.file), place)
+            known = self._payloads[piece.place] = self._locate(piece.place)
+        if known.dtype and (known.dtype, known.size) != (tensor.dtype, piece.size):
+            raise BrokenCheckpoint(
+                f"{piece.place.file}: the record of {tensor.name} holds {known.dtype} {list(known.size)}, "
+                f"the index says {tensor.dtype} {list(piece.size)}",
+                code="record-disagrees",
+            )
         return known
+
+    def _locate(self, place: Place) -> Payload:
+        try:
+            return locate(self._path(place.file), self._open(place.file), place)
+        except OSError as error:
+            raise BrokenCheckpoint(f"{self._path(place.file)}: {error.strerror}", code="unreadable") from error
 
     def _path(self, file: str) -> str:
         """Return where a file lies; those of other directories have absolute names. Text is faster than a Path."""
@@ -196,6 +211,16 @@ def _by_first_axis(pieces: tuple[Piece, ...]) -> _Pieces:
 def _slices(box: Box, origin: Index) -> tuple[slice | EllipsisType, ...]:
     """Return the index of a box in the array of a larger one; the dots keep a 0-d result an array."""
     return (*(slice(o - begin, o - begin + n) for o, n, begin in zip(*box, origin, strict=True)), ...)
+
+
+def _sparse(out: Array, steps: Index) -> int:
+    """Return how many times the wanted bytes a run may have, by how long the stretches in it are."""
+    stretch = out.itemsize
+    for n, step, want in zip(out.shape[::-1], steps[::-1], contiguous_strides(out.shape)[::-1], strict=True):
+        if n > 1 and step != want:
+            break
+        stretch *= n
+    return SPARSE if stretch >= SHORT else SCATTERED
 
 
 def _in_order(size: Index, steps: Index) -> bool:

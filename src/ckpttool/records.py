@@ -152,6 +152,12 @@ def stored_tensor(value: Any) -> StoredTensor:
     record = value if is_record(value, *_REBUILT) else _unwrapped(value)
     if not is_record(record, *_REBUILT) or len(record.args) < 4:
         raise BrokenCheckpoint(f"{said(value)} stands where a tensor should", code="unreadable-pickle")
+    if len(record.args) > 6 and isinstance(record.args[6], dict) and any(record.args[6].values()):
+        raise BrokenCheckpoint(
+            f"a lazy view ({', '.join(sorted(map(str, record.args[6])))}): its elements are not those that are stored",
+            hint="Save tensors after resolve_conj() and resolve_neg().",
+            code="lazy-view",
+        )
     kind, key, storage_bytes = _storage(record.args[0])
     dtype = dtype_name(record.args[6]) if record.name == "_rebuild_tensor_v3" else _STORAGE_DTYPES.get(kind, "")
     if dtype not in DTYPE_BITS:

@@ -50,8 +50,10 @@ def execute(
     for file in plan.copies:
         (folder / file.name).parent.mkdir(exist_ok=True)
         copy_file(Path(file.path), folder / file.name)
+        progress(file.bytes)
     for name, content in plan.contents.items():
         write_file(folder / name, content)
+        progress(len(content))
     check_written(plan.weights, folder)
     return overflows
 
@@ -253,16 +255,19 @@ def check_written(files: Sequence[WeightFile], folder: Path) -> None:
     Raises :class:`BrokenCheckpoint` naming the first file that is not as planned.
     """
     for file in files:
-        found = _opened(folder / file.name)
         wanted = {t.name: (SAFETENSORS_NAMES[t.dtype], t.shape) for t in file.targets}
         size = (folder / file.name).stat().st_size
-        if found != wanted or size != file.nbytes:
+        if size != file.nbytes or _opened(folder / file.name) != wanted:
             raise BrokenCheckpoint(f"{file.name}: what was written is not what was planned", code="not-as-planned")
 
 
-def _opened(path: Path) -> dict[str, Any]:
-    from safetensors import safe_open
+def _opened(path: Path) -> dict[str, Any] | None:
+    """Return dtype and shape of every tensor, as the safetensors library reads them; ``None`` when it does not."""
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="numpy") as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except SafetensorError:
+        return None

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,15 +30,17 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
     Raises :class:`CannotWrite` when the system refuses, or when ``target`` exists and is not to be replaced.
     """
     folder, lock = None, -1
+    check_target(target, force=force, replaceable=True)
     try:
-        if not target.parent.is_dir():
+        if not os.path.isdir(target.parent):  # noqa: PTH112 - a closed one is not there
             target.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(target)
         folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{PARTIAL}", dir=target.parent))
         lock = _lock(folder)
-        folder.chmod(0o777 & ~_umask())
+        folder.chmod((folder.stat().st_mode & stat.S_ISGID) | (0o777 & ~_umask()))
         yield folder
-        sync(folder)
+        for path, _, _ in os.walk(folder):
+            sync(Path(path))
         _move_in(folder, target, force=force)
     except OSError as error:
         raise _cannot(target, error) from error
@@ -68,6 +72,9 @@ def check_target(target: Path, *, force: bool, replaceable: bool) -> None:
     """
     if not os.path.lexists(target):
         return
+    here = Path.cwd()
+    if target.resolve() in (here, *here.parents):
+        raise CannotWrite(f"{target}: is the working directory, or lies around it", hint="Name another directory.")
     if not replaceable:
         what = "exists already" if not force else "no directory of the kind that is written here"
         raise CannotWrite(
@@ -90,7 +97,7 @@ def check_outside(target: Path, sources: Iterable[Path]) -> None:
 
 def check_space(target: Path, needed: int) -> None:
     """Raise :class:`CannotWrite` where one may not write, or where ``needed`` bytes are not free."""
-    there = next(folder for folder in Path(os.path.realpath(target)).parents if folder.is_dir())
+    there = next(folder for folder in Path(os.path.realpath(target)).parents if os.path.isdir(folder))  # noqa: PTH112
     if not os.access(there, os.W_OK | os.X_OK):
         raise CannotWrite(f"{there}: no permission to write there", hint="Choose another place with -o.")
     free = shutil.disk_usage(there).free
@@ -104,32 +111,41 @@ def check_space(target: Path, needed: int) -> None:
 
 def clear_stale(target: Path) -> list[str]:
     """Remove what killed runs left beside a target, and give a directory back that one had moved aside."""
-    mine = (target.name + PARTIAL, target.name + REPLACED)
-    names = sorted(os.listdir(target.parent)) if target.parent.is_dir() else []
-    return [name for name in names if name.startswith(mine) and _clear(target, name)]
+    mine = re.compile(rf"{re.escape(target.name)}({re.escape(PARTIAL)}|{re.escape(REPLACED)})[a-z0-9_]{{8}}")
+    try:
+        names = sorted(filter(mine.fullmatch, os.listdir(target.parent)))
+    except OSError:
+        return []
+    return [name for name in names if _clear(target, name)]
 
 
 def _clear(target: Path, name: str) -> bool:
-    path = target.parent / name
+    """Clear one; ``False`` where another run is busy with it, it is not ours to touch, or it is gone."""
+    path, handle = target.parent / name, -1
     if path.is_symlink() or not path.is_dir():
         return False
-    handle = os.open(path, os.O_RDONLY)
     try:
+        handle = os.open(path, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if name.startswith(target.name + REPLACED) and not os.path.lexists(target):
             path.rename(target)
         else:
             shutil.rmtree(path)
-    except OSError:  # another run is busy with it, or it is not ours to touch
+    except OSError:
         return False
     finally:
-        os.close(handle)
+        if handle >= 0:
+            os.close(handle)
     return True
 
 
 def _move_in(folder: Path, target: Path, *, force: bool) -> None:
-    """Give the folder its name; what has it already is moved aside, and comes back when anything fails."""
-    aside, lock = target.with_name(folder.name.replace(PARTIAL, REPLACED)), -1
+    """Give the folder its name; what has it already is moved aside, and comes back when anything fails.
+
+    Once the new one is in, the old one gets the name of what a killed run leaves, and is removed.
+    """
+    aside = target.with_name(target.name + REPLACED + folder.name[-8:])
+    lock, moved = -1, False
     try:
         if os.path.lexists(target):
             if not force:
@@ -137,28 +153,29 @@ def _move_in(folder: Path, target: Path, *, force: bool) -> None:
             lock = _lock(target)
             target.rename(aside)
         folder.rename(target)
+        moved = True
         sync(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        if lock >= 0:
+            aside.rename(folder)
     except BaseException:
-        _move_back(folder, target, aside)
+        if moved:
+            target.rename(folder)
+        if lock >= 0 and not os.path.lexists(target):
+            aside.rename(target)
         raise
     finally:
         if lock >= 0:
             os.close(lock)
 
 
-def _move_back(folder: Path, target: Path, aside: Path) -> None:
-    if not folder.exists():  # it has its name already
-        target.rename(folder)
-    if aside.exists() and not os.path.lexists(target):
-        aside.rename(target)
-
-
 def sync(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable, where its file system can."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 
@@ -187,7 +204,7 @@ def copy_file(source: Path, target: Path) -> None:
     writing = -1
     try:
         writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        while part := memoryview(os.read(reading, 1 << 20)):
+        while part := _read(reading, source):
             while part:
                 part = part[os.write(writing, part) :]
         os.fsync(writing)
@@ -195,6 +212,13 @@ def copy_file(source: Path, target: Path) -> None:
         os.close(reading)
         if writing >= 0:
             os.close(writing)
+
+
+def _read(handle: int, source: Path) -> memoryview:
+    try:
+        return memoryview(os.read(handle, 1 << 20))
+    except OSError as error:
+        raise NotACheckpoint(f"{source}: {error.strerror}", code="unreadable") from error
 
 
 def _umask() -> int:

@@ -56,6 +56,10 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 """Bits of one element, by torch's name of the dtype (safetensors' sub-byte types under names of their own)."""
 
 
+CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""What is cast. Integers, bools, complex numbers and fp8 (whose scales lie elsewhere) never are."""
+
+
 class Wrap(enum.Enum):
     """What lies at a place's offset: the elements themselves, or a container that has to be opened first."""
 
@@ -153,6 +157,7 @@ def bands(shape: Index, most: int) -> Iterator[Box]:
     """Cut a tensor into boxes that are contiguous in C order, in that order, of at most ``most`` elements each."""
     if not math.prod(shape):
         return
+    most = max(most, 1)
     axis = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most), len(shape))
     if axis == len(shape):  # a single element, whatever it takes
         yield (), ()

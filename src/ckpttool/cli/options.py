@@ -36,7 +36,7 @@ Verbose = Annotated[bool, Option("--verbose", "-v", help="Show every name where 
 LEAST_BARE = 1_000_000
 """Numbers without a unit below this are taken for gigabytes that lack their unit."""
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
 
 
 class PlainCommand(TyperCommand):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpttool.formats.jsonfile import parse_json, read_object
+from ckpttool.errors import BrokenCheckpoint
+from ckpttool.formats.jsonfile import read_object
 from ckpttool.formats.torchzip import file_size, read_range
 
 CONFIG = "config.json"
@@ -17,6 +18,10 @@ TIE = "tie_word_embeddings"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _QUANTIZATION = ("quantization_config", "compression_config")
 _TEXT = ("text_config", "llm_config", "language_config", "decoder", "thinker_config", "text_cfg")
+_LITERAL = "\0"
+_QUOTED_LITERAL = re.compile(r'"\\u0000([^"\\]*)\\u0000"')
+"""Numbers with a fraction are carried through as they are written, marked by what no JSON text of a config has."""
+
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
 
 
@@ -92,7 +97,7 @@ def edited(config: ModelConfig, dtype: str | None, *, untie: bool) -> tuple[byte
     ``dtype`` (torch's name) is what the weights are written in: every dtype field is made to say it, and one is added
     where there is none. ``untie`` makes it say that the head is no alias of the embeddings.
     """
-    values = copy.deepcopy(dict(config.values))
+    values = json.loads(config.raw, parse_float=lambda text: f"{_LITERAL}{text}{_LITERAL}")
     changes: list[str] = []
     if dtype is not None:
         changes += _set_dtype(values, dtype)
@@ -100,8 +105,11 @@ def edited(config: ModelConfig, dtype: str | None, *, untie: bool) -> tuple[byte
         changes += _set_untied(values)
     if not changes:
         return config.raw, ()
-    text = json.dumps(values, indent=2, ensure_ascii=config.raw.isascii())
-    parse_json(text.encode("utf-8", "surrogatepass"), CONFIG)
+    try:
+        text = json.dumps(values, indent=2, ensure_ascii=config.raw.isascii())
+    except RecursionError as error:
+        raise BrokenCheckpoint(f"{config.path}: nested too deeply", code="bad-json") from error
+    text = _QUOTED_LITERAL.sub(r"\1", text)
     return text.encode("utf-8", "surrogatepass") + b"\n", tuple(changes)
 
 

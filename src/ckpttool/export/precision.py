@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ckpttool.elements import CASTABLE
 from ckpttool.formats.rank import PLAIN, WHOLE
-from ckpttool.tensors import TensorInfo
+from ckpttool.tensors import CASTABLE, TensorInfo
 
 DTYPES: Mapping[str, str] = MappingProxyType(
     {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -59,9 +60,18 @@ def _taken(folder: Path, name: str) -> SideFile | None:
         return None
     try:
         info = (folder / name).stat()
-    except FileNotFoundError:  # a link that leads nowhere
+    except PermissionError:
+        raise
+    except OSError:  # a link that leads nowhere, or around in a circle
         return None
+    if stat.S_ISREG(info.st_mode) and not os.access(folder / name, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder / name))
     return SideFile(name, str(folder / name), info.st_size) if stat.S_ISREG(info.st_mode) else None
+
+
+def is_of_a_model(name: str) -> bool:
+    """Tell by its name what may lie in a directory that was written here: weights, side files, nothing of a user."""
+    return bool(_WEIGHTS.fullmatch(name)) or is_side_file(name) or name in (*_FOLDERS, "LICENSE", "NOTICE")
 
 
 def _names(folder: Path) -> list[str]:

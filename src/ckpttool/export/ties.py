@@ -10,13 +10,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckpttool.errors import Problem
-from ckpttool.export.config import TIE, ModelConfig
+from ckpttool.export.config import CONFIG, TIE, ModelConfig
 from ckpttool.export.families import TIED, UNTIED
 from ckpttool.plan import Dropped
 from ckpttool.tensors import TensorInfo
 
 HEADS = ("lm_head", "embed_out", "proj_out", "output_layer", "output")
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared", "embedding")
+EMBEDDINGS = (
+    "shared",
+    "embed_tokens",
+    "wte",
+    "word_embeddings",
+    "embed_in",
+    "tok_embeddings",
+    "embeddings",
+    "embedding",
+)
 ALIAS_RULE = "tied-alias"
 
 _OTHER_TOWERS = re.compile(r"(^|[._])(vision|visual|audio|speech|image|video|mtp)([._]|$)")
@@ -34,9 +43,16 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
+    """The head, the embeddings that it may be an alias of, and whether something else may be a head."""
+
     head: str | None
-    embedding: str | None
+    embeddings: tuple[str, ...]
     other_head: bool
+
+    @property
+    def embedding(self) -> str | None:
+        """The embeddings of the language model itself."""
+        return self.embeddings[0] if self.embeddings else None
 
 
 def decide(
@@ -55,25 +71,26 @@ def decide(
     notes = () if config.said_ties else (f"config.json does not say {TIE}: {reason}",)
     if pair.head is None or pair.embedding is None:
         tie = _one_of_them(pair, config, tied=tied, untie=untie, drop_head=drop_head)
-    elif tied is False:
+    elif tied is False or (tied is None and drop_head):
         tie = _refused("not-tied", f"{pair.head} is no alias: {reason}", untie, drop_head)
     else:
-        tie = _both(pair.head, pair.embedding, differs, untie=untie, drop_head=drop_head, clear=tied is True)
+        tie = _both(pair.head, pair.embeddings, differs, untie=untie, drop_head=drop_head, clear=tied is True)
     return replace(tie, notes=(*notes, *tie.notes))
 
 
 def _find(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> _Pair:
     heads, embeddings = _named(tensors, HEADS), _named(tensors, EMBEDDINGS)
     head = heads[0] if heads else None
-    if head is not None:  # the embeddings of the same width, where a model has several
-        embeddings = [n for n in embeddings if tensors[n].shape[1:] == tensors[head].shape[1:]] or embeddings
-    embedding = embeddings[0] if embeddings else None
+    if head is not None:  # those of the same width, where a model has several; by shape, where the name is another
+        wide = [n for n in embeddings if tensors[n].shape[1:] == tensors[head].shape[1:]]
+        alike = [n for n, t in tensors.items() if n != head and t.shape == tensors[head].shape]
+        embeddings = wide or embeddings or alike
     others = [
         name
         for name, tensor in tensors.items()
-        if name != embedding and len(tensor.shape) == 2 and tensor.shape[0] in config.vocab_sizes
+        if name not in embeddings and len(tensor.shape) == 2 and tensor.shape[0] in config.vocab_sizes
     ]
-    return _Pair(head, embedding, bool(others))
+    return _Pair(head, tuple(embeddings), bool(others))
 
 
 def _named(tensors: Mapping[str, TensorInfo], modules: tuple[str, ...]) -> list[str]:
@@ -123,17 +140,26 @@ def _one_of_them(pair: _Pair, config: ModelConfig, *, tied: bool | None, untie: 
 
 
 def _both(
-    head: str, embedding: str, differs: Callable[[str, str], str], *, untie: bool, drop_head: bool, clear: bool
+    head: str,
+    embeddings: tuple[str, ...],
+    differs: Callable[[str, str], str],
+    *,
+    untie: bool,
+    drop_head: bool,
+    clear: bool,
 ) -> Tie:
+    embedding = embeddings[0]
     if untie:
         return Tie(untie=True, notes=(f"{head} and {embedding} are both written, untied",))
     if drop_head:
         reason = f"--drop-lm-head: {embedding} takes its place"
         return Tie(dropped=(Dropped(head, "drop-lm-head", reason),))
-    difference = differs(head, embedding)
-    if difference:
-        hint = "Keep both and untie the config: --untie. Keep the embeddings alone: --drop-lm-head."
-        message = f"tied by its config, but {head} is not {embedding}: {difference}"
+    other = next((name for name in embeddings if differs(head, name)), None)
+    if other is not None:
+        alone = " Keep the embeddings alone: --drop-lm-head." if clear else ""
+        hint = f"Keep both and untie the config: --untie.{alone}"
+        why = "tied" if clear else f"{CONFIG} says both about {TIE}"
+        message = f"{why}, but {head} is not {other}: {differs(head, other)}"
         return Tie(problems=(Problem(code="tied-differ", message=message, hint=hint),))
     if not clear:
         return Tie(notes=(f"config.json says both about {TIE}: {head} and {embedding} are equal, both are written",))

@@ -33,17 +33,24 @@ from ckpttool.formats.shardfiles import (
 from ckpttool.records import SHARD_NAMES
 from ckpttool.telling import tell
 from ckpttool.tensors import Index, Piece, Place, TensorInfo, tiling_faults
-from ckpttool.unpickle import loads, name_of
+from ckpttool.unpickle import Record, loads, name_of
 
 FORMAT = "fsdp"
 _FLAT = re.compile(r"(.*\.)?_flat_param")
+NESTED_MOST = 100_000
+"""Values inside of one that are looked at; more of them are no metadata of a tensor."""
+
 _AGREED = ("dtype", "shape", "placement")
 _ADAPTER = re.compile(r"lora_|\.adapter_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSource:
-    """An opened directory of FSDP shards. ``mesh`` is the largest one that a tensor uses."""
+    """An opened directory of FSDP shards. ``mesh`` is the largest one that a tensor uses.
+
+    ``divided`` are tensors that some ranks have on one mesh and others on another: replicas, or parts of what only the
+    trainer knows to be different (experts).
+    """
 
     root: Path
     world_size: int
@@ -51,6 +58,7 @@ class FsdpSource:
     mesh: Mesh | None
     tensors: Mapping[str, TensorInfo]
     problems: tuple[Problem, ...]
+    divided: frozenset[str] = frozenset()
     format: str = FORMAT
 
     objects: Mapping[str, Place] = field(default_factory=dict)
@@ -110,15 +118,16 @@ def open_(
             raise
         except CkpttoolError as error:
             found.of(error, name)
-    tensors = {
-        name: _tensor(name, by_rank, [r for r in read if (name, r) not in unread] if unread else read, size, found)
-        for name, by_rank in held.items()
-    }
+    alone = size == 1 and all(h.placement == PLAIN for by_rank in held.values() for h in by_rank.values())
+    tensors = {}
+    for name, by_rank in held.items():
+        ranks_read = [r for r in read if (name, r) not in unread] if unread else read
+        tensors[name] = _tensor(name, by_rank, ranks_read, size, found, alone=alone)
     for name in filter(_FLAT.fullmatch, tensors):
         found.group("flat-parameters", "LOCAL_STATE_DICT: parameters flattened into one; save SHARDED_STATE_DICT", name)
     if read and not tensors and not unread:
         found.problems.append(Problem(code="no-tensors", message="the model files hold no tensor"))
-    if tensors and files.missing("model", size) and all(map(_is_whole, tensors.values())):
+    if _suffices(held, files.missing("model", size)) and all(map(_is_whole, tensors.values())):
         found.problems.append(
             Problem(
                 code="replicas-suffice",
@@ -134,7 +143,20 @@ def open_(
         mesh=mesh,
         tensors=MappingProxyType(tensors),
         problems=found.all(),
+        divided=frozenset(name for name, by_rank in held.items() if len(_meshes(by_rank)) > 1),
     )
+
+
+def _suffices(held: Mapping[str, Mapping[int, Held]], missing: Sequence[int]) -> bool:
+    """Tell whether the meshes say that what missing ranks hold of every sharded tensor is known from others."""
+    sharded = [by_rank for by_rank in held.values() if next(iter(by_rank.values())).placement != PLAIN]
+    meshes = {mesh for by_rank in sharded for mesh in _meshes(by_rank)}
+    return bool(missing and sharded) and all(mesh is not None and set(missing) <= set(mesh) for mesh in meshes)
+
+
+def _meshes(by_rank: Mapping[int, Held]) -> set[Index | None]:
+    """Return the ranks of the meshes that a tensor lies on."""
+    return {held.mesh.ranks if held.mesh is not None else None for held in by_rank.values()}
 
 
 def _accelerate_world(path: Path, size: int, files: ShardFiles, found: Findings) -> tuple[int, ShardFiles]:
@@ -184,6 +206,9 @@ def _read_rank(
     reader = RankReader(archive, rank, name)
     others = []
     for key, value in _state(archive).items():
+        if not isinstance(key, str) or rank in held.get(key, {}):
+            found.group("odd-key", "a key of the state dict that is no text", name_of(key), rank)
+            continue
         try:
             entry = reader.held(value)
         except Refused:
@@ -192,7 +217,9 @@ def _read_rank(
             found.group(error.code, error.message, name_of(key), rank)
             unread.add((name_of(key), rank))
             continue
-        if entry is None:
+        if entry is None and _holds_tensors(value):
+            found.group("nested-state", "tensors inside of another value: not a flat state dict", name_of(key), rank)
+        elif entry is None:
             others.append(name_of(key))
         else:
             held.setdefault(name_of(key), {})[rank] = entry
@@ -200,6 +227,21 @@ def _read_rank(
     if others:
         message = f"{counted(len(others), 'entry', 'entries')} that are no tensors: {listing(others)}"
         found.problems.append(Problem(code="not-tensors", severity="note", path=name, message=message))
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Tell whether there are tensors in a value that is none; the depth is bounded by the records that were vetted."""
+    pending = [value]
+    for inner in pending:
+        if isinstance(inner, Record) and inner.name.startswith("_rebuild"):
+            return True
+        if isinstance(inner, dict):
+            pending += inner.values()
+        elif isinstance(inner, (list, tuple)):
+            pending += inner
+        if len(pending) > NESTED_MOST:
+            return True
+    return False
 
 
 def _versions(by_rank: Mapping[int, Held], what: str) -> str:
@@ -211,8 +253,13 @@ def _versions(by_rank: Mapping[int, Held], what: str) -> str:
     return "; ".join(f"{value} on rank {ranges(some)}" for value, some in list(sides.items())[:4])
 
 
-def _tensor(name: str, by_rank: Mapping[int, Held], read: list[int], world_size: int, found: Findings) -> TensorInfo:
-    """Join what the ranks hold, and report where they contradict each other or leave a hole."""
+def _tensor(
+    name: str, by_rank: Mapping[int, Held], read: list[int], world_size: int, found: Findings, *, alone: bool
+) -> TensorInfo:
+    """Join what the ranks hold, and report where they contradict each other or leave a hole.
+
+    ``alone`` tells that a single rank has stored plain tensors only, so that buffers cannot be told from parameters.
+    """
     first = next(iter(by_rank.values()))
     if len({(held.dtype, held.shape, held.placement) for held in by_rank.values()}) > 1:
         what = next(w for w in _AGREED if any(getattr(held, w) != getattr(first, w) for held in by_rank.values()))
@@ -231,5 +278,5 @@ def _tensor(name: str, by_rank: Mapping[int, Held], read: list[int], world_size:
     groups = list(boxes.values())
     pieces = tuple(group[0] for group in groups)
     copies = tuple(piece for group in groups for piece in group[1:])
-    placement = WHOLE if world_size == 1 and first.placement == PLAIN else first.placement
+    placement = WHOLE if alone else first.placement
     return TensorInfo(name, first.dtype, first.shape, pieces, copies, placement)

@@ -15,12 +15,17 @@ from ckpttool.unpickle import loads
 
 
 class Payload(NamedTuple):
-    """Byte offset in the file, bytes from there on, first element and strides (in elements; ``None``: C order)."""
+    """Byte offset in the file, bytes from there on, first element and strides (in elements; ``None``: C order).
+
+    ``dtype`` and ``size`` are what the record itself says of its tensor, where it does.
+    """
 
     offset: int
     length: int
     start: int
     strides: Index | None
+    dtype: str = ""
+    size: Index = ()
 
 
 def locate(path: str, handle: int, place: Place) -> Payload:
@@ -40,4 +45,5 @@ def locate(path: str, handle: int, place: Place) -> Payload:
     value, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=archive.path.name)
     view = stored_tensor(value)
     record = f"data/{view.storage}"
-    return Payload(archive.payload(record), archive.entries[record].size, view.start, view.strides)
+    length = archive.entries[record].size
+    return Payload(archive.payload(record), length, view.start, view.strides, view.dtype, view.size)

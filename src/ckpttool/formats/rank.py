@@ -21,13 +21,17 @@ WHOLE = "whole"
 
 
 class Held(NamedTuple):
-    """What one rank holds of one tensor of this dtype and global shape; ``ranks`` a ``ShardedTensor`` is cut for."""
+    """What one rank holds of one tensor of this dtype and global shape.
+
+    ``ranks`` is how many a ``ShardedTensor`` is cut for, ``mesh`` what a ``DTensor`` lies on.
+    """
 
     dtype: str
     shape: Index
     placement: str
     pieces: list[Piece]
     ranks: int = 1
+    mesh: Mesh | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -100,12 +104,14 @@ class RankReader:
         layout = self._layout(said("mesh"), said("placements"))
         local = stored_tensor(fields.get("_local_tensor"))
         offset, size = self._box(shape, layout)
-        if local.size != size and 0 not in (*size, *local.size):
+        if local.dtype != dtype:
+            raise BrokenCheckpoint(f"a DTensor of {dtype} that holds {local.dtype}", code="dtype-disagrees")
+        if local.size != size and (0 not in size or 0 not in local.size):
             raise BrokenCheckpoint(
                 f"holds {list(local.size)} where {layout.words} of {list(shape)} gives {list(size)}",
                 code="shape-disagrees",
             )
-        return Held(dtype, shape, layout.words, [self._piece(offset, local)])
+        return Held(dtype, shape, layout.words, [self._piece(offset, local)], mesh=layout.mesh)
 
     def _box(self, shape: Index, layout: Layout) -> tuple[Index, Index]:
         """Return this rank's box; most tensors of a model share a few shapes."""
@@ -151,14 +157,16 @@ class RankReader:
         dtype, shape = dtype_name(fields[0]), shape_of(meta.get("size"))
         cuts = meta.get("shards_metadata")
         ranks = len(cuts) if isinstance(cuts, list) else 1
-        return Held(dtype, shape, "ShardedTensor", [self._shard(shard) for shard in state[0]], ranks)
+        return Held(dtype, shape, "ShardedTensor", [self._shard(shard, dtype) for shard in state[0]], ranks)
 
-    def _shard(self, shard: Any) -> Piece:
+    def _shard(self, shard: Any, dtype: str) -> Piece:
         where = shard.get("metadata") if is_record(shard, "Shard") else None
         if not is_record(where, "ShardMetadata"):
             raise BrokenCheckpoint("a shard without metadata", code="unreadable-pickle")
         local = stored_tensor(shard.get("tensor"))
         offset, size = shape_of(where.get("shard_offsets")), shape_of(where.get("shard_sizes"))
+        if local.dtype != dtype:
+            raise BrokenCheckpoint(f"a ShardedTensor of {dtype} that holds {local.dtype}", code="dtype-disagrees")
         if local.size != size:
             raise BrokenCheckpoint(f"a shard of {local.size} whose metadata says {size}", code="shape-disagrees")
         return self._piece(offset, local)

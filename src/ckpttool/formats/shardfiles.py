@@ -6,6 +6,7 @@ the size of the world is in the meshes then.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -60,10 +61,12 @@ def scan(path: Path, also: Sequence[Path] = ()) -> ShardFiles:
                 file = name if folder == path else str(folder / name)
                 if ranks.setdefault(int(match[3]), file) != file:
                     twice.append((ranks[int(match[3])], file))
-    if "model" not in found:
-        models = _scan_accelerate((path, *also), found)
-        return ShardFiles(MappingProxyType(found), models=models)
-    return ShardFiles(MappingProxyType(found), tuple(twice))
+    models = _scan_accelerate((path, *also), found, twice) if "model" not in found else frozenset()
+    for ranks in (ranks for sets in found.values() for ranks in sets.values()):
+        ordered = sorted(ranks.items())  # rank 2 before rank 10, whatever directory they lie in
+        ranks.clear()
+        ranks.update(ordered)
+    return ShardFiles(MappingProxyType(found), tuple(twice), models)
 
 
 def is_model_shard(name: str) -> bool:
@@ -74,14 +77,18 @@ def is_model_shard(name: str) -> bool:
     )
 
 
-def _scan_accelerate(folders: Sequence[Path], found: dict[str, dict[int, dict[int, str]]]) -> frozenset[str]:
+def _scan_accelerate(
+    folders: Sequence[Path], found: dict[str, dict[int, dict[int, str]]], twice: list[tuple[str, str]]
+) -> frozenset[str]:
     """Add accelerate's files; their world is as large as the highest rank says until a mesh says more."""
     files: dict[str, dict[int, str]] = {}
     models = set()
     for folder in folders:
         for match in filter(None, map(_ACCELERATE_FILE.fullmatch, sorted(os.listdir(folder)))):
             file = match[0] if folder == folders[0] else str(folder / match[0])
-            files.setdefault(_ACCELERATE_KINDS[match[1]], {}).setdefault(int(match[3]), file)
+            ranks = files.setdefault(_ACCELERATE_KINDS[match[1]], {})
+            if ranks.setdefault(int(match[3]), file) != file and (match[2] or "0") in models:
+                twice.append((ranks[int(match[3])], file))
             models.add(match[2] or "0")
     size = max((rank + 1 for ranks in files.values() for rank in ranks), default=0)
     if "model" in files:
@@ -200,12 +207,9 @@ def _damage(error: CkpttoolError, name: str, others: set[int]) -> Problem:
 
 
 def check_twice(path: Path, files: ShardFiles, found: Findings) -> None:
-    """Compare by their zip directories files that two directories have: the same file copied, or two saves."""
+    """Compare files that two directories have: the same file copied, or two saves."""
     for first, other in files.twice:
-        try:
-            same = torchzip.open_archive(path / first).entries == torchzip.open_archive(path / other).entries
-        except CkpttoolError:
-            same = False
+        same = _same_file(path / first, path / other)
         found.problems.append(
             Problem(
                 code="rank-twice",
@@ -214,6 +218,16 @@ def check_twice(path: Path, files: ShardFiles, found: Findings) -> None:
                 hint="" if same else "Give only directories of one save.",
             )
         )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    """Compare by zip directories, where they record CRCs of everything, else byte by byte."""
+    try:
+        entries, others = torchzip.open_archive(one).entries, torchzip.open_archive(other).entries
+    except CkpttoolError:
+        return False
+    recorded = all(entry.crc for entry in entries.values() if entry.size)
+    return entries == others and (recorded or filecmp.cmp(one, other, shallow=False))
 
 
 def open_shard(path: Path) -> torchzip.TorchZip:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Table
 from ckpttool.export import ties
+from ckpttool.export.side_files import is_of_a_model
 from ckpttool.formats import hf
 from ckpttool.formats.findings import counted, ranges
 from ckpttool.merging import planning
 from ckpttool.merging.opening import Opened, check_unchanged, checked_options, find_folders, open_save
 from ckpttool.merging.replicas import compare_copies, differing
 from ckpttool.merging.result import Copies, Merge, Mismatch, Options, OutputFile
-from ckpttool.plan import Plan
+from ckpttool.plan import Plan, header_faults
 from ckpttool.reading import Reader
 from ckpttool.sink import execute
 from ckpttool.staging import check_outside, check_space, check_target, clear_stale, staged
@@ -42,19 +43,19 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
     started = time.monotonic()
     path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links
     options = checked_options(options)
-    if not options.dry_run:
-        clear_stale(output)
     folders, notes = find_folders(path, output, options)
     check_outside(output, folders)
+    if not options.dry_run:
+        clear_stale(output)
     check_target(output, force=options.force, replaceable=_is_replaceable(output))
     try:
         with collector_paused():
             opened = open_save(folders, notes, options)
-            checked = _check(opened, options)
+            check_outside(output, opened.around)
+            checked = _check(output, opened, options)
     except PermissionError as error:
         raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
     result = _result(output, opened, checked, options)
-    check_space(output, checked.plan.nbytes)
     if options.dry_run:
         return replace(result, bytes_free=_free(output), seconds=time.monotonic() - started)
     overflows = _write(output, opened, checked.plan, options, ready(checked.plan.nbytes))
@@ -73,7 +74,7 @@ class _Checked:
     bytes_read: int
 
 
-def _check(opened: Opened, options: Options) -> _Checked:
+def _check(output: Path, opened: Opened, options: Options) -> _Checked:
     """Plan, and compare what has to be equal; everything that is refused is told at once."""
     read = 0
 
@@ -83,12 +84,19 @@ def _check(opened: Opened, options: Options) -> _Checked:
         with Reader(opened.source.root) as reader:
             return differing(reader, opened.tensors[a], opened.tensors[b])
 
+    check_space(output, planning.nbytes(opened.tensors, options))
     tie = ties.decide(opened.tensors, opened.config, differs, untie=options.untie, drop_head=options.drop_lm_head)
     draft = planning.draft(opened.tensors, tie, options)
-    copies, compared = compare_copies(opened.source, opened.tensors.values(), replicas=options.check_replicas)
-    if draft.problems or (copies.mismatches and options.on_mismatch == "error"):
-        raise _refusal(opened, draft.problems, copies.mismatches if options.on_mismatch == "error" else ())
+    copies, compared = compare_copies(
+        opened.source.root, opened.tensors.values(), opened.divided, replicas=options.check_replicas
+    )
+    parted = [_parted(mismatch) for mismatch in copies.mismatches if mismatch.name in opened.divided]
+    taken = [mismatch for mismatch in copies.mismatches if mismatch.name not in opened.divided]
+    if draft.problems or parted or (taken and options.on_mismatch == "error"):
+        raise _refusal(opened, [*draft.problems, *parted], taken if options.on_mismatch == "error" else ())
     plan, changes = planning.finish(draft, opened.tensors, opened.config, opened.side, options)
+    if too_long := header_faults(plan.weights):
+        raise _refusal(opened, too_long, ())
     notes = [Problem(code="tied", message=note, severity="note") for note in tie.notes]
     notes += [_taken(mismatch) for mismatch in copies.mismatches]
     notes += planning.dtype_note(draft.targets, opened.tensors, opened.config, options)
@@ -113,6 +121,16 @@ def _refusal(opened: Opened, problems: Sequence[Problem], mismatches: Sequence[M
     if mismatches:
         error.table, error.data = _table(mismatches), {"mismatches": [asdict(m) for m in mismatches]}
     return error
+
+
+def _parted(mismatch: Mismatch) -> Problem:
+    """Return the problem of a tensor whose ranks lie on several meshes and hold different values."""
+    return Problem(
+        code="not-replicas",
+        message=f"{mismatch.name}: on rank {ranges(mismatch.ranks)} it lies on another mesh than on rank "
+        f"{mismatch.reference} and holds other values: parts of several tensors under one name",
+        hint="Experts or stages of a pipeline? Which part is which, the shards do not say.",
+    )
 
 
 def _taken(mismatch: Mismatch) -> Problem:
@@ -198,9 +216,10 @@ def _write(output: Path, opened: Opened, plan: Plan, options: Options, progress:
 
 
 def _is_replaceable(output: Path) -> bool:
-    """Tell whether ``--force`` may take away what is there: a model, or nothing at all."""
+    """Tell whether ``--force`` may take away what is there: a model and nothing else, or nothing at all."""
     with suppress(OSError):
-        return not output.is_symlink() and output.is_dir() and (not os.listdir(output) or hf.detect(output) is not None)
+        names = os.listdir(output) if output.is_dir() and not output.is_symlink() else ["no directory"]
+        return all(is_of_a_model(name) for name in names) and (not names or hf.detect(output) is not None)
     return False
 
 

@@ -37,6 +37,12 @@ class Opened:
     side: SideFiles
     notes: tuple[Problem, ...]
     stamps: Mapping[Path, tuple[int, int]]
+    divided: frozenset[str]
+
+    @property
+    def around(self) -> tuple[Path, ...]:
+        """All directories that are read."""
+        return (*self.folders, *((self.side_folder,) if self.side_folder is not None else ()))
 
 
 def find_folders(path: Path, output: Path, options: Options) -> tuple[tuple[Path, ...], tuple[Problem, ...]]:
@@ -49,7 +55,7 @@ def find_folders(path: Path, output: Path, options: Options) -> tuple[tuple[Path
 def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Options) -> Opened:
     """Read all indexes and refuse, with everything that is wrong, what is no whole checkpoint."""
     role, *also = folders
-    _check_world_size(role, also, options.world_size)
+    _check_world_size(folders, options.world_size)
     stamps = _stamps(folders)
     source = fsdp.open_(role, options.world_size, also=also, kinds=("model",))
     side_folder = find_side_folder(folders, options.hf_config)
@@ -70,6 +76,7 @@ def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Op
         side=find_side_files(side_folder, config, crowded=side_folder in folders),
         notes=(*notes, *(p for p in problems if p.severity == "note")),
         stamps=stamps,
+        divided=frozenset(names[name] for name in source.divided),
     )
 
 
@@ -90,11 +97,17 @@ def checked_options(options: Options) -> Options:
     return replace(options, dtype=DTYPES[options.dtype])
 
 
-def _check_world_size(role: Path, also: Sequence[Path], wanted: int | None) -> None:
-    sizes = sorted(scan(role, also).by_kind.get("model", {}))
+def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:
+    """Every directory that was named has to give something, and the world size has to be there."""
+    sizes = sorted(scan(folders[0], folders[1:]).by_kind.get("model", {}))
     if wanted is not None and wanted not in sizes:
         there = f"there are shards of {listing(sizes)}" if sizes else "there are no model shards"
         raise UsageError(f"--world-size {wanted}: {there}")
+    kinds = {folder: bool(scan(folder).models) for folder in folders if "model" in scan(folder).by_kind}
+    strangers = [folder for folder, accelerate in kinds.items() if accelerate != next(iter(kinds.values()))]
+    strangers += [folder for folder in folders[1:] if folder not in kinds]
+    if strangers:
+        raise UsageError(f"--input {strangers[0]}: no model shards there that go with those of {folders[0]}")
 
 
 def _stamps(folders: Iterable[Path]) -> dict[Path, tuple[int, int]]:

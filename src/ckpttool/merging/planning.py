@@ -15,7 +15,7 @@ from ckpttool.formats.hf import INDEXES
 from ckpttool.formats.hfindex import index_bytes
 from ckpttool.merging.result import Cast, Options
 from ckpttool.plan import Plan, Target, WeightFile, faults, weight_files, whole
-from ckpttool.tensors import TensorInfo
+from ckpttool.tensors import TensorInfo, dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,12 @@ def draft(tensors: Mapping[str, TensorInfo], tie: Tie, options: Options) -> Draf
         if name not in left_out
     )
     return Draft(targets, tie, (*tie.problems, *faults(targets, tie.dropped, tensors)))
+
+
+def nbytes(tensors: Mapping[str, TensorInfo], options: Options) -> int:
+    """Return the bytes of all tensors as they will be written, before any of them is read."""
+    dtypes = ((t, written_dtype(t, options.dtype, cast_buffers=options.cast_buffers)) for t in tensors.values())
+    return sum(dtype_bytes(dtype, tensor.numel) for tensor, dtype in dtypes)
 
 
 def renamed(tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:

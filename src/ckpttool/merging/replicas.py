@@ -7,13 +7,13 @@ on the disk now. The replicas of HSDP are as large as the model; there the recor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from ckpttool.elements import Array, Difference, dtype_of
-from ckpttool.formats.fsdp import FsdpSource
 from ckpttool.formats.rank import PLAIN
 from ckpttool.merging.result import Copies, Mismatch
 from ckpttool.reading import BAND, Reader
@@ -34,16 +34,22 @@ class _Tally:
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
-def compare_copies(source: FsdpSource, tensors: Iterable[TensorInfo], *, replicas: bool) -> tuple[Copies, int]:
-    """Compare all stored copies, those of sharded tensors only with ``replicas``; return that and the bytes read."""
+def compare_copies(
+    root: Path, tensors: Iterable[TensorInfo], divided: Collection[str], *, replicas: bool
+) -> tuple[Copies, int]:
+    """Compare all stored copies; return what was found, and the bytes read.
+
+    Copies of sharded tensors are compared with ``replicas``, and always those of tensors that are ``divided`` over
+    several meshes: nothing but their values says that they are copies.
+    """
     tally = _Tally()
-    with Reader(source.root) as reader:
+    with Reader(root) as reader:
         for tensor in tensors:
             plain = tensor.placement == PLAIN
             if plain:
                 tally.replicated += 1
                 tally.replicated_bytes += tensor.nbytes
-            if tensor.copies and (plain or replicas):
+            if tensor.copies and (plain or replicas or tensor.name in divided):
                 tell(tensor.name)
                 _compare(tensor, reader, tally, plain=plain)
     copies = Copies(
@@ -60,21 +66,21 @@ def compare_copies(source: FsdpSource, tensors: Iterable[TensorInfo], *, replica
 
 def _compare(tensor: TensorInfo, reader: Reader, tally: _Tally, *, plain: bool) -> None:
     """Compare every copy with the piece of the same box, which is the one of the lowest rank."""
-    differences: dict[int, Difference] = {}
-    reference = 0
+    differences: dict[int, dict[int, Difference]] = {}
     for piece, copies in _groups(tensor):
         unread = [copy for copy in copies if plain or not _same_crc(piece, copy)]
         if not plain:
             tally.replicas += len(copies)
             tally.by_crc += len(copies) - len(unread)
             tally.by_bytes += len(unread)
+        by_rank = differences.setdefault(piece.rank or 0, {})
         for rank, difference in _differences(tensor, reader, piece, unread):
-            differences.setdefault(rank, Difference()).join(difference)
-            reference = piece.rank or 0
+            by_rank.setdefault(rank, Difference()).join(difference)
         tally.read += piece.numel * dtype_of(tensor.dtype).itemsize * (len(unread) + bool(unread))
-    changed = {rank: difference for rank, difference in differences.items() if difference.changed}
-    if changed:
-        tally.mismatches.append(_mismatch(tensor, reference, changed))
+    for reference, by_rank in differences.items():
+        changed = {rank: difference for rank, difference in by_rank.items() if difference.changed}
+        if changed:
+            tally.mismatches.append(_mismatch(tensor, reference, changed))
 
 
 def _groups(tensor: TensorInfo) -> Iterator[tuple[Piece, list[Piece]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.padding import Padding
@@ -21,6 +22,7 @@ from ckpttool.render.terminal import (
     show_problems,
     shown_path,
     size,
+    typed_path,
 )
 
 FEW = 4
@@ -107,7 +109,7 @@ def _names(names: Sequence[str], verbose: bool) -> str:
 
 
 def _copies(copies: Copies) -> Iterator[str]:
-    if not copies.replicated and not copies.replicas:
+    if not copies.replicated and not copies.replicas and copies.checked:
         yield "no tensor is stored more than once"
     if copies.replicated:
         what = plural(copies.replicated, "replicated tensor")
@@ -136,10 +138,10 @@ def _show_files(result: Merge, out: Console, *, verbose: bool) -> None:
 
 
 def _show_next(result: Merge, out: Console) -> None:
-    target = shlex.quote(shown_path(result.output))
+    target = shlex.quote(typed_path(result.output))
     if result.done:
         show_next([("look at it, and have it checked", f"ckpttool inspect {target} --strict")], out)
     else:
-        source = shlex.quote(shown_path(result.path))
-        flags = "".join(f" {word}" for word in result.options.flags())
+        source = shlex.quote(typed_path(result.path))
+        flags = "".join(f" {word}" for word in replace(result.options, inputs=result.folders[1:]).flags())
         show_next([("do it", f"ckpttool merge-fsdp {source} -o {target}{flags}")], out)

@@ -102,8 +102,17 @@ def clean(text: str, *, lines: bool = False) -> str:
 
 def shown_path(path: str) -> str:
     """Return a path relative to the working directory when it lies below it."""
-    here = str(Path.cwd())
+    try:
+        here = str(Path.cwd())
+    except OSError:  # it is gone
+        return path
     return os.path.relpath(path, here) if Path(path).is_relative_to(here) else path
+
+
+def typed_path(path: str) -> str:
+    """Return a path as one types it behind a command: nothing that looks like an option."""
+    shown = shown_path(path)
+    return f"./{shown}" if shown.startswith("-") else shown
 
 
 def size(count: float) -> str:
