@@ -231,7 +231,7 @@ def test_numbers_of_the_config_stay_as_they_are_written(tmp_path: Path) -> None:
     assert all(f"{part.strip()}" in text for part in [*numbers.split(","), '"f": "0.10"'])
 
 
-@pytest.mark.parametrize("depth", [950, 5000])
+@pytest.mark.parametrize("depth", [5000, 50_000])
 def test_a_config_that_is_nested_too_deeply(depth: int, tmp_path: Path) -> None:
     role = write_role(tmp_path / "role", {"w": torch.ones(2)}, config=QWEN2)
     (role / "huggingface" / "config.json").write_text('{"a":' * depth + "{}" + "}" * depth)
