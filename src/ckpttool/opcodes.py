@@ -6,8 +6,8 @@ unpickler allocates what it is told to; tuples are weighed, because it hashes an
 
 from __future__ import annotations
 
-import re
 import struct
+import zlib
 from collections.abc import Callable, Hashable, Iterable
 
 from ckpttool.errors import BrokenCheckpoint, Refused
@@ -71,7 +71,8 @@ def damaged(where: str, why: object) -> BrokenCheckpoint:
 KEPT_LENGTH, KEPT_STREAMS = 2 << 20, 4
 """Longest stream that is kept for comparison, and how many are."""
 
-_passed: dict[tuple[Hashable, int], tuple[bytes, frozenset[int]]] = {}
+_passed: dict[tuple[Hashable, int], tuple[bytes, bytes]] = {}
+"""Streams that have passed, and where their small numbers are; both packed."""
 
 
 def vet(data: bytes, check: Check, where: str, *, rules: Hashable = None) -> None:
@@ -88,25 +89,28 @@ def vet(data: bytes, check: Check, where: str, *, rules: Hashable = None) -> Non
     key = (rules, len(data))
     if kept and key in _passed and _differ_in_numbers(data, *_passed[key]):
         return
-    numbers: list[int] = []
+    numbers = bytearray(len(data)) if kept else None
     try:
-        _walk(data, check, where, numbers if kept else None)
+        _walk(data, check, where, numbers)
     except (IndexError, struct.error, UnicodeDecodeError) as error:
         raise damaged(where, "it ends too early or its stack runs empty") from error
-    if kept:
+    if numbers is not None:
         while len(_passed) >= KEPT_STREAMS:
             del _passed[next(iter(_passed))]
-        _passed[key] = (data, frozenset(numbers))
+        _passed[key] = (zlib.compress(data, 1), zlib.compress(numbers, 1))
 
 
-def _differ_in_numbers(data: bytes, other: bytes, numbers: frozenset[int]) -> bool:
-    """Tell whether two streams of one length differ in nothing but bytes at these places."""
-    both = int.from_bytes(data, "little") ^ int.from_bytes(other, "little")
-    return all(found.start() in numbers for found in re.finditer(rb"[^\0]", both.to_bytes(len(data), "little")))
+def _differ_in_numbers(data: bytes, other: bytes, numbers: bytes) -> bool:
+    """Tell whether two streams of one length differ in nothing but bytes where ``numbers`` has all bits set."""
+    both = int.from_bytes(data, "little") ^ int.from_bytes(zlib.decompress(other), "little")
+    return both & ~int.from_bytes(zlib.decompress(numbers), "little") == 0
 
 
-def _walk(data: bytes, check: Check, where: str, numbers: list[int] | None) -> None:  # noqa: C901
-    """One loop, on purpose: the metadata of 1,024 ranks has ten million opcodes."""
+def _walk(data: bytes, check: Check, where: str, numbers: bytearray | None) -> None:  # noqa: C901
+    """One loop, on purpose: the metadata of 1,024 ranks has ten million opcodes.
+
+    Where the argument of a BININT1 is, ``numbers`` gets all bits set.
+    """
     stack: list[int] = []
     marks: list[int] = []
     memo: list[int] = []
@@ -131,7 +135,7 @@ def _walk(data: bytes, check: Check, where: str, numbers: list[int] | None) -> N
                 at += 1
             elif kind == _PUSHN:
                 if op == 0x4B and numbers is not None:
-                    numbers.append(at)
+                    numbers[at] = 0xFF
                 push(1)
                 at += _PUSHN_BYTES[op]
             elif kind == _MEMOIZE:

@@ -102,13 +102,21 @@ class _Job:
         self.stop = threading.Event()
         self.overflows: Counter[str] = Counter()
         self._progress, self._lock = progress, threading.Lock()
+        self._mine = threading.local()
+
+    def _buffer(self) -> Array:
+        """Return the band of this thread: one for all of its files, or the allocator would keep several."""
+        if not hasattr(self._mine, "buffer"):
+            self._mine.buffer = np.empty(BAND, np.uint8)
+        buffer: Array = self._mine.buffer
+        return buffer
 
     def write(self, file: WeightFile) -> None:
         """Write one file from its header to its last byte."""
         handle = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with Reader(self.root) as reader:
-                output = _Output(handle, self._advance)
+                output = _Output(handle, self._buffer(), self._advance)
                 output.append(np.frombuffer(file.header, np.uint8))
                 mover = _Mover(self.sources, reader, output)
                 for target in file.targets:
@@ -128,9 +136,8 @@ class _Job:
 class _Output:
     """A file that grows by whole buffers, so that many small tensors are one write."""
 
-    def __init__(self, handle: int, advance: Progress) -> None:
-        self._handle, self._advance = handle, advance
-        self._buffer: Array = np.empty(BAND, np.uint8)
+    def __init__(self, handle: int, buffer: Array, advance: Progress) -> None:
+        self._handle, self._buffer, self._advance = handle, buffer, advance
         self._held = self._at = 0
         self._may_share = True
 

@@ -29,7 +29,7 @@ NoProgress = Annotated[bool, Option("--no-progress", help="Do not show progress.
 Force = Annotated[bool, Option("--force", help="Replace the one that was written there before.")]
 Output = Annotated[str, Option("--output", "-o", metavar="DIR", help="The directory to write; it must not exist.")]
 Threads = Annotated[
-    str | None, Option("--threads", metavar="N", help="Most output files written at the same time. Default: 2.")
+    str | None, Option("--threads", metavar="N", help="Most output files written at the same time. Default: 1.")
 ]
 Verbose = Annotated[bool, Option("--verbose", "-v", help="Show every name where otherwise there are a few, or counts.")]
 

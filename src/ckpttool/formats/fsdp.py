@@ -120,14 +120,17 @@ def open_(
             found.of(error, name)
     alone = size == 1 and all(h.placement == PLAIN for by_rank in held.values() for h in by_rank.values())
     tensors = {}
-    for name, by_rank in held.items():
+    divided = frozenset(name for name, by_rank in held.items() if len(_meshes(by_rank)) > 1)
+    suffices = _suffices(held, files.missing("model", size))
+    for name in list(held):
+        by_rank = held.pop(name)
         ranks_read = [r for r in read if (name, r) not in unread] if unread else read
         tensors[name] = _tensor(name, by_rank, ranks_read, size, found, alone=alone)
     for name in filter(_FLAT.fullmatch, tensors):
         found.group("flat-parameters", "LOCAL_STATE_DICT: parameters flattened into one; save SHARDED_STATE_DICT", name)
     if read and not tensors and not unread:
         found.problems.append(Problem(code="no-tensors", message="the model files hold no tensor"))
-    if _suffices(held, files.missing("model", size)) and all(map(_is_whole, tensors.values())):
+    if suffices and all(map(_is_whole, tensors.values())):
         found.problems.append(
             Problem(
                 code="replicas-suffice",
@@ -143,7 +146,7 @@ def open_(
         mesh=mesh,
         tensors=MappingProxyType(tensors),
         problems=found.all(),
-        divided=frozenset(name for name, by_rank in held.items() if len(_meshes(by_rank)) > 1),
+        divided=divided,
     )
 
 
@@ -205,7 +208,9 @@ def _read_rank(
     archive = open_shard(root / name)
     reader = RankReader(archive, rank, name)
     others = []
-    for key, value in _state(archive).items():
+    state = _state(archive)
+    for key in list(state):
+        value = state.pop(key)  # so that records go as soon as what they say is taken
         if not isinstance(key, str) or rank in held.get(key, {}):
             found.group("odd-key", "a key of the state dict that is no text", name_of(key), rank)
             continue

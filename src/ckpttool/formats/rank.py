@@ -60,6 +60,7 @@ class RankReader:
         self.meshes: dict[int, Mesh] = {}
         self.other = 0
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._lengths: dict[int, int] = {}  # many places share one number
         self._boxes: dict[tuple[Index, int], tuple[Index, Index]] = {}
 
     def held(self, value: Any) -> Held | None:
@@ -77,8 +78,12 @@ class RankReader:
         local = stored_tensor(value)
         return Held(local.dtype, local.size, PLAIN, [self._piece((0,) * len(local.size), local)])
 
-    def _piece(self, offset: Index, local: StoredTensor) -> Piece:
-        """Place a view in the file, after holding it against the storage that the archive really has."""
+    def _piece(self, offset: Index, local: StoredTensor, size: Index | None = None, *, copied: bool = True) -> Piece:
+        """Place a view in the file, after holding it against the storage that the archive really has.
+
+        ``size`` is that of the view, as a tuple that other pieces share; the CRC is kept of what other ranks may hold
+        ``copied``.
+        """
         entry = self.archive.entries.get(f"data/{local.storage}")
         if entry is None:
             raise BrokenCheckpoint(f"storage {local.storage} is not in the archive", code="storage-missing")
@@ -87,8 +92,9 @@ class RankReader:
         needed, strides = _view(local.size, local.strides)
         if (local.start + needed) * DTYPE_BITS[local.dtype] // 8 > entry.size or local.storage_bytes > entry.size:
             raise BrokenCheckpoint("the tensor reaches out of its storage", code="storage-short")
-        place = Place(self.file, entry.header, entry.size, Wrap.ZIP_ENTRY, local.start, strides, entry.crc)
-        return Piece(offset, local.size, place, self.rank)
+        length, crc = self._lengths.setdefault(entry.size, entry.size), entry.crc if copied else 0
+        place = Place(self.file, entry.header, length, Wrap.ZIP_ENTRY, local.start, strides, crc)
+        return Piece(offset, local.size if size is None else size, place, self.rank)
 
     def _dtensor(self, args: Any, state: Any) -> Held:
         fields = state[1] if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) else state
@@ -111,7 +117,9 @@ class RankReader:
                 f"holds {list(local.size)} where {layout.words} of {list(shape)} gives {list(size)}",
                 code="shape-disagrees",
             )
-        return Held(dtype, shape, layout.words, [self._piece(offset, local)], mesh=layout.mesh)
+        copied = not all(placement.shards for placement in layout.placements)
+        piece = self._piece(offset, local, size if local.size == size else None, copied=copied)
+        return Held(dtype, shape, layout.words, [piece], mesh=layout.mesh)
 
     def _box(self, shape: Index, layout: Layout) -> tuple[Index, Index]:
         """Return this rank's box; most tensors of a model share a few shapes."""

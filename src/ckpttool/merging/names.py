@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ckpttool.errors import Problem
 from ckpttool.formats.findings import listing
@@ -29,14 +29,18 @@ def unwrap(names: Iterable[str]) -> tuple[Mapping[str, str], Mapping[str, int], 
     new: dict[str, str] = {}
     lost: Counter[str] = Counter()
     for name in names:
-        new[name], gone = unwrapped(name)
+        short, gone = unwrapped(name)
+        new[name] = short if gone else name
         lost.update(set(gone))
+    return new, dict(lost), tuple(_collisions(new))
+
+
+def _collisions(new: Mapping[str, str]) -> Iterator[Problem]:
+    if len(set(new.values())) == len(new):
+        return
     old: dict[str, list[str]] = {}
     for name, short in new.items():
         old.setdefault(short, []).append(name)
-    problems = tuple(
-        Problem(code="names-collide", message=f"{listing(several)} would all be written as {short}")
-        for short, several in old.items()
-        if len(several) > 1
-    )
-    return new, dict(lost), problems
+    for short, several in old.items():
+        if len(several) > 1:
+            yield Problem(code="names-collide", message=f"{listing(several)} would all be written as {short}")

@@ -44,8 +44,10 @@ def nbytes(tensors: Mapping[str, TensorInfo], options: Options) -> int:
     return sum(dtype_bytes(dtype, tensor.numel) for tensor, dtype in dtypes)
 
 
-def renamed(tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+def renamed(tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Mapping[str, TensorInfo]:
     """Return tensors under their new names."""
+    if all(name == new for name, new in names.items()):
+        return tensors
     return {names[name]: replace(tensor, name=names[name]) for name, tensor in tensors.items()}
 
 

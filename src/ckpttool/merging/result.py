@@ -31,7 +31,7 @@ class Options:
     drop_lm_head: bool = False
     hf_config: str | None = None
     max_shard_size: int = 5_000_000_000
-    threads: int = 2
+    threads: int = 1
     force: bool = False
     dry_run: bool = False
 
