@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ckpttool import sink
+from ckpttool.errors import BrokenCheckpoint
 from ckpttool.merging import Options, merge
 from tests.looking import State, repack, write_shards
 from tests.merged import sharded, tensors_in, unequal, write_role
@@ -185,6 +189,41 @@ def test_what_is_read_is_what_is_there(tmp_path: Path) -> None:
     assert result.bytes_read == sum(value.nbytes for value in weights.values())
     written = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
     assert result.bytes_written == written
+
+
+def test_memory_is_a_buffer_not_the_model(tmp_path: Path) -> None:
+    """Case 38: a child that merges 256 MB into another dtype, one tensor of it alone 160 MB, takes less than half."""
+    weights = {"big": torch.zeros(40_000_000), "w": torch.zeros(3000, 4000), "v": torch.zeros(3000, 4000)}
+    role = write_role(tmp_path / "role", weights)
+    code = (
+        "from pathlib import Path; from ckpttool.cli import main\n"
+        f"assert main(['merge-fsdp', {str(role)!r}, '-o', {str(tmp_path / 'out')!r}, '--dtype', 'bf16', '-q']) == 0\n"
+        "told = Path('/proc/self/status').read_text().partition('VmHWM:')[2]; print(told.split()[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 110 * 1024
+
+
+def test_what_was_written_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 46: success is said only of what is there; a file that lost its end on the way is no output."""
+    role = write_role(tmp_path / "role", {"w": torch.randn(64, 8)})
+    write = sink.write_weights
+
+    def lossy(files: Any, sources: Any, root: Path, folder: Path, **options: Any) -> Any:
+        done = write(files, sources, root, folder, **options)
+        os.truncate(folder / "model.safetensors", 5000)
+        return done
+
+    monkeypatch.setattr(sink, "write_weights", lossy)
+    with pytest.raises(BrokenCheckpoint, match="not what was planned"):
+        merge(role, tmp_path / "out", Options())
+    assert os.listdir(tmp_path) == ["role"]
+
+
+def test_tied_weights_in_one_storage_are_one_tensor(fsdp_checkpoints: Path, tmp_path: Path) -> None:
+    """Case 21: ties are decided by config and bytes, not by what shares a storage; the alias is not read twice."""
+    result = merge(fsdp_checkpoints / "gemma4", tmp_path / "out", Options())
+    assert [drop.name for drop in result.dropped] == ["lm_head.weight"]
 
 
 def test_progress_adds_up(tmp_path: Path) -> None:
