@@ -46,6 +46,8 @@ def test_a_role_of_a_step_is_chosen(ckpttool: Callable[..., Call], run: Path) ->
         (["--step", "newest"], 2, "newest"),
         (["--step", "10", "--role", "ref"], 3, "actor, critic"),
         (["--role", "ref"], 3, "--step latest"),
+        (["--role", ".."], 2, "no name of a role"),
+        (["--step", "10", "--role", "actor/huggingface"], 2, "no name of a role"),
     ],
 )
 def test_a_choice_that_is_not_there(

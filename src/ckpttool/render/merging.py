@@ -89,6 +89,8 @@ def _changes(result: Merge, *, verbose: bool) -> Iterator[tuple[str, str]]:
     for cast in result.casts:
         names = f": {', '.join(cast.names)}" if verbose else ""
         yield "cast", f"{cast.dtype} to {cast.to}: {plural(len(cast.names), 'tensor')}, {size(cast.bytes)}{names}"
+        if not result.done and cast.to == "float16":
+            yield "", "values that do not fit are counted and refused while it is written, not here"
         for name, lost in cast.overflowed.items():
             yield "overflow", f"{name}: {plural(lost, 'value')} became infinite"
     if result.kept:
