@@ -60,7 +60,7 @@ def _latest(path: Path) -> tuple[int, tuple[Problem, ...]]:
 
 
 def _role(path: Path, role: str) -> Path:
-    if Path(role).name != role:
+    if Path(role).name != role or role == "..":
         raise UsageError(f"--role {role}: no name of a role", hint="A role is a directory in a step, such as actor.")
     if (path / role).is_dir():
         return path / role
