@@ -163,6 +163,19 @@ def test_adapters_are_not_lost_without_a_word(name: str, fsdp_checkpoints: Path,
     assert (error.exit_code, error.code) == (5, "adapters")
 
 
+@pytest.mark.parametrize(
+    "name", ["m.q_proj.lora_A.default.weight", "m.q.lora_magnitude_vector.default.weight", "base_model.model.m.weight"]
+)
+def test_what_peft_leaves_in_names(name: str, tmp_path: Path) -> None:
+    assert refused(write_role(tmp_path / "role", {name: torch.ones(2)}), kind=Unmapped).code == "adapters"
+
+
+def test_layers_that_are_called_adapters_are_layers(tmp_path: Path) -> None:
+    weights = {"encoder.adapter_layer.weight": torch.ones(2), "model.floral_A.weight": torch.ones(2)}
+    merge(write_role(tmp_path / "role", weights), tmp_path / "out", Options())
+    assert unequal(tensors_in(tmp_path / "out"), weights) == set()
+
+
 def test_flattened_parameters_are_refused_by_name(fsdp_checkpoints: Path, tmp_path: Path) -> None:
     error = refused(builders.copy(fsdp_checkpoints / "accelerate-local", tmp_path / "role"))
     assert codes(error) == ["flat-parameters"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -160,6 +161,9 @@ def _sorted_out(source: fsdp.FsdpSource) -> list[Problem]:
     ]
 
 
+_ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_[AB]|magnitude_vector)(\.|$)|^base_model\.model\.")
+"""What PEFT leaves in names; a layer that is called adapter_something is a layer like any other."""
+
 _CHOICES = ("two-world-sizes", "config-contradicts")
 
 
@@ -180,7 +184,7 @@ def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) ->
             code="broken-source",
             problems=faults,
         )
-    adapters = [name for name in source.tensors if source.part_of(name) == "adapter"]
+    adapters = list(filter(_ADAPTER.search, source.tensors))
     if adapters:
         raise Unmapped(
             f"{role}: holds LoRA adapters ({counted(len(adapters), 'tensor')}: {listing(adapters, 2)})",
