@@ -56,6 +56,19 @@ def test_error_goes_to_stderr_as_fact_and_hint(ckpttool: Run, tmp_path: Path) ->
     assert "hint:" in call.err
 
 
+def test_paths_in_an_error_are_as_one_types_them(
+    ckpttool: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "x").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    call = ckpttool("merge-fsdp", "run", "-o", "out")
+    assert call.err.startswith("error: run: no FSDP shards")
+    assert str(tmp_path) not in call.err
+    monkeypatch.chdir(tmp_path / "run")
+    call = ckpttool("merge-fsdp", tmp_path / "other", "-o", "out")
+    assert call.err.startswith(f"error: {tmp_path / 'other'}: no such file or directory")
+
+
 def test_error_with_json_is_an_envelope_on_stdout(ckpttool: Run, tmp_path: Path) -> None:
     call = ckpttool("inspect", tmp_path / "nothing", "--json")
     assert call.code == 3

@@ -183,7 +183,8 @@ def test_a_run_with_several(fsdp_checkpoints: Path, tmp_path: Path, expected: di
     builders.drop_rank(run / "global_step_20" / "actor", 1)
     error = refusal(run, NotACheckpoint)
     assert error.exit_code == 3
-    assert error.hint.count("ckpttool merge-fsdp ") == 5
+    assert error.hint.count("ckpttool merge-fsdp ") == 4
+    assert f"Not whole: {run}/global_step_20/actor (1 of 4 ranks missing)" in error.hint
     assert f"ckpttool merge-fsdp {run} --step latest --role actor -o " in error.hint
     result = merged(run, step="latest", role="actor")
     assert result.path == str(run / "global_step_10" / "actor")

@@ -43,6 +43,10 @@ def find_shards(path: Path, output: Path, options: Options) -> tuple[Path, tuple
     )
 
 
+SHOWN = 12
+"""Directories that are listed at most."""
+
+
 def _what_it_is(path: Path) -> str:
     """Say what a directory without shards is, where it has a name."""
     try:
@@ -64,7 +68,23 @@ def _commands(path: Path, found: Sequence[Path], output: Path, options: Options)
         roles = sorted({folder.name for folder in found if layout.step_of(folder.parent.name) is not None})
         role = f" --role {roles[0]}" if roles else ""
         yield f"  ckpttool merge-fsdp {shlex.quote(str(path))} --step latest{role} {tail}"
-    yield from (f"  ckpttool merge-fsdp {shlex.quote(str(folder))} {tail}" for folder in found[:20])
+    lacking = {folder: missing for folder in found if (missing := _missing(folder))}
+    whole = [folder for folder in found if folder not in lacking]
+    yield from (f"  ckpttool merge-fsdp {shlex.quote(str(folder))} {tail}" for folder in whole[:SHOWN])
+    if len(whole) > SHOWN:
+        yield f"  and {len(whole) - SHOWN:,} more"
+    for folder, missing in list(lacking.items())[:SHOWN]:
+        yield f"Not whole: {folder} ({missing})"
+
+
+def _missing(folder: Path) -> str:
+    """Say which ranks a directory lacks, by its names alone; nothing when one set of files is complete."""
+    files = scan(folder)
+    sets = {size: files.missing("model", size) for size in files.by_kind.get("model", {})}
+    if not sets or not all(sets.values()):
+        return "" if sets else "no model files"
+    size = max(sets, key=lambda size: size - len(sets[size]))
+    return f"{len(sets[size])} of {size} ranks missing"
 
 
 def find_side_folder(roles: Sequence[Path], given: str | None) -> Path | None:

@@ -83,7 +83,7 @@ def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) 
 
 def show_error(error: CkpttoolError, out: Console) -> None:
     """Print one line of fact, every reason, and one line of hint."""
-    out.print(Text("error: ", "bold red") + Text(clean(error.message)), soft_wrap=True)
+    out.print(Text("error: ", "bold red") + Text(clean(near(error.message))), soft_wrap=True)
     for problem in error.problems:
         out.print(show_problem(problem))
     if error.table is not None:
@@ -92,7 +92,16 @@ def show_error(error: CkpttoolError, out: Console) -> None:
             table.add_row(*map(clean, row))
         out.print(Padding(table, (0, 0, 0, 2), expand=False))
     if error.hint:
-        out.print(Text("hint:  ", "bold") + Text(clean(error.hint, lines=True)), soft_wrap=True)
+        out.print(Text("hint:  ", "bold") + Text(clean(near(error.hint), lines=True)), soft_wrap=True)
+
+
+def near(text: str) -> str:
+    """Write paths in a text as one types them here: relative where they lie below the working directory."""
+    try:
+        here = str(Path.cwd())
+    except OSError:  # it is gone
+        return text
+    return re.sub(rf"(?<![\w./-]){re.escape(here)}/(?![-/])", "", text) if len(here) > 1 else text
 
 
 def clean(text: str, *, lines: bool = False) -> str:
@@ -181,9 +190,9 @@ def show_problem(problem: Problem) -> Table:
     grid.add_column(overflow="fold")
     where = "" if not problem.path or problem.path in problem.message else f"{problem.path}: "
     mark = Text("!", "bold red") if problem.severity == "error" else Text("-", "yellow")
-    grid.add_row(mark, Text(clean(where + problem.message)))
+    grid.add_row(mark, Text(clean(near(where + problem.message))))
     if problem.hint:
-        grid.add_row("", Text(clean(problem.hint), "dim"))
+        grid.add_row("", Text(clean(near(problem.hint)), "dim"))
     return grid
 
 
