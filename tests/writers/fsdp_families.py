@@ -15,20 +15,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.writers.fsdp_models import SIZES
 from tests.writers.ranks import seed_everything
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 130,
-    "hidden_size": 32,
-    "intermediate_size": 46,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "attn_implementation": "eager",
-}
 
 
 def llama() -> nn.Module:

@@ -14,22 +14,24 @@ LORA_RANK = 4
 LORA_ALPHA = 8
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 32,
+    "intermediate_size": 46,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+"""Sizes that do not divide by four ranks: 130 rows and 46 rows leave a short last shard."""
+
+
 def tiny_config(**changes: Any) -> Qwen2Config:
-    """Sizes that do not divide by four ranks: 130 rows and 46 rows leave a short last shard."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 130,
-        "hidden_size": 32,
-        "intermediate_size": 46,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "architectures": ["Qwen2ForCausalLM"],
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "attn_implementation": "eager",
-    }
+    """An untied causal model of these sizes, with these changes."""
+    sizes = {**SIZES, "tie_word_embeddings": False, "architectures": ["Qwen2ForCausalLM"]}
     return Qwen2Config(**{**sizes, **changes})
 
 
