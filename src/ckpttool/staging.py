@@ -97,16 +97,26 @@ def check_outside(target: Path, sources: Iterable[Path]) -> None:
 
 def check_space(target: Path, needed: int) -> None:
     """Raise :class:`CannotWrite` where one may not write, or where ``needed`` bytes are not free."""
-    there = next(folder for folder in Path(os.path.realpath(target)).parents if os.path.isdir(folder))  # noqa: PTH112
+    there = _above(target)
     if not os.access(there, os.W_OK | os.X_OK):
         raise CannotWrite(f"{there}: no permission to write there", hint="Choose another place with -o.")
-    free = shutil.disk_usage(there).free
+    free = free_space(target)
     if needed > free:
         raise CannotWrite(
             f"{there}: {needed:,} bytes are needed, {free:,} are free",
             hint="Choose a place on another disk with -o.",
             code="no-space",
         )
+
+
+def free_space(target: Path) -> int:
+    """Return the bytes that are free where a target will lie."""
+    return shutil.disk_usage(_above(target)).free
+
+
+def _above(target: Path) -> Path:
+    """Return the nearest directory above a target that is there."""
+    return next(folder for folder in Path(os.path.realpath(target)).parents if os.path.isdir(folder))  # noqa: PTH112
 
 
 def clear_stale(target: Path) -> list[str]:

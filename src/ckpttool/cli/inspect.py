@@ -7,8 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
-from ckpttool.cli.complete import roles, steps
-from ckpttool.cli.options import Color, Json, NoProgress, Quiet, check_color, check_path
+from ckpttool.cli.options import Color, Json, NoProgress, Quiet, Role, Step, check_color, check_path
 
 EVERY_TENSOR = "*"
 
@@ -20,19 +19,8 @@ def inspect(
         str | None,
         Option("--tensors", metavar="[GLOB]", help="List tensors, all or those whose name matches GLOB ('*norm*')."),
     ] = None,
-    step: Annotated[
-        str | None,
-        Option(
-            "--step",
-            metavar="N|latest",
-            help="Choose a step of a run; latest is the newest complete one.",
-            autocompletion=steps,
-        ),
-    ] = None,
-    role: Annotated[
-        str | None,
-        Option("--role", metavar="NAME", help="Choose a role of a step (actor).", autocompletion=roles),
-    ] = None,
+    step: Step = None,
+    role: Role = None,
     strict: Annotated[bool, Option("--strict", help="Exit with 1 unless it is complete.")] = False,
     json: Json = False,
     quiet: Quiet = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
-from ckpttool.cli.complete import of_words, roles, steps
+from ckpttool.cli.complete import of_words
 from ckpttool.cli.options import (
     Color,
     DryRun,
@@ -16,6 +16,8 @@ from ckpttool.cli.options import (
     NoProgress,
     Output,
     Quiet,
+    Role,
+    Step,
     Threads,
     Verbose,
     check_color,
@@ -83,15 +85,8 @@ def merge_fsdp(
     world_size: Annotated[
         str | None, Option("--world-size", metavar="N", help="Which set of shards, where several lie together.")
     ] = None,
-    step: Annotated[
-        str | None,
-        Option(
-            "--step", metavar="N|latest", help="Choose a step of a run; latest: newest complete.", autocompletion=steps
-        ),
-    ] = None,
-    role: Annotated[
-        str | None, Option("--role", metavar="NAME", help="Choose a role of a step (actor).", autocompletion=roles)
-    ] = None,
+    step: Step = None,
+    role: Role = None,
     threads: Threads = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -123,7 +118,7 @@ def merge_fsdp(
         step=step,
         role=role,
         world_size=None if world_size is None else count_of("--world-size", world_size),
-        dtype=None if dtype is None else NAMES[one_of("--dtype", dtype, tuple(NAMES))],
+        dtype=None if dtype is None else one_of("--dtype", dtype, tuple(NAMES)),
         cast_buffers=cast_buffers,
         allow_overflow=allow_overflow,
         on_mismatch=one_of("--on-mismatch", on_mismatch, MISMATCHES),

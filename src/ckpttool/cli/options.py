@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
-from ckpttool.cli.complete import of_words
+from ckpttool.cli.complete import of_words, roles, steps
 from ckpttool.errors import UsageError
 
 Word = TypeVar("Word", bound=str)
@@ -27,6 +27,18 @@ Quiet = Annotated[bool, Option("--quiet", "-q", help="Print the verdict only.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Show the plan, change nothing.")]
 NoProgress = Annotated[bool, Option("--no-progress", help="Do not show progress.")]
 Force = Annotated[bool, Option("--force", help="Replace the one that was written there before.")]
+Step = Annotated[
+    str | None,
+    Option(
+        "--step",
+        metavar="N|latest",
+        help="Choose a step of a run; latest is the newest complete one.",
+        autocompletion=steps,
+    ),
+]
+Role = Annotated[
+    str | None, Option("--role", metavar="NAME", help="Choose a role of a step (actor).", autocompletion=roles)
+]
 Output = Annotated[str, Option("--output", "-o", metavar="DIR", help="The directory to write; it must not exist.")]
 Threads = Annotated[
     str | None, Option("--threads", metavar="N", help="Most output files written at the same time. Default: 1.")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import BrokenCheckpoint
-from ckpttool.formats.jsonfile import read_object
-from ckpttool.formats.torchzip import file_size, read_range
+from ckpttool.formats.jsonfile import parse_object, read_raw
 
 CONFIG = "config.json"
 TIE = "tie_word_embeddings"
@@ -78,8 +77,8 @@ def read_config(folder: Path) -> ModelConfig | None:
     path = folder / CONFIG
     if not path.is_file():
         return None
-    values = read_object(path)
-    return ModelConfig(str(path), read_range(path, 0, file_size(path)), values)
+    raw = read_raw(path)
+    return ModelConfig(str(path), raw, parse_object(raw, path.name))
 
 
 def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,15 +9,11 @@ from types import MappingProxyType
 from ckpttool.formats.rank import PLAIN, WHOLE
 from ckpttool.tensors import CASTABLE, TensorInfo
 
+SHORT: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
+"""What people type for torch's names."""
+
 DTYPES: Mapping[str, str] = MappingProxyType(
-    {
-        "bf16": "bfloat16",
-        "fp16": "float16",
-        "fp32": "float32",
-        "bfloat16": "bfloat16",
-        "float16": "float16",
-        "float32": "float32",
-    }
+    {short: name for name, short in SHORT.items()} | {name: name for name in SHORT}
 )
 """What ``--dtype`` takes, and torch's name of it."""
 

@@ -154,12 +154,13 @@ def _both(
     if drop_head:
         reason = f"--drop-lm-head: {embedding} takes its place"
         return Tie(dropped=(Dropped(head, "drop-lm-head", reason),))
-    other = next((name for name in embeddings if differs(head, name)), None)
-    if other is not None:
+    compared = ((name, differs(head, name)) for name in embeddings)
+    other, difference = next(((name, difference) for name, difference in compared if difference), ("", ""))
+    if difference:
         alone = " Keep the embeddings alone: --drop-lm-head." if clear else ""
         hint = f"Keep both and untie the config: --untie.{alone}"
         why = "tied" if clear else f"{CONFIG} says both about {TIE}"
-        message = f"{why}, but {head} is not {other}: {differs(head, other)}"
+        message = f"{why}, but {head} is not {other}: {difference}"
         return Tie(problems=(Problem(code="tied-differ", message=message, hint=hint),))
     if not clear:
         return Tie(notes=(f"config.json says both about {TIE}: {head} and {embedding} are equal, both are written",))

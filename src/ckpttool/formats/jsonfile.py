@@ -16,12 +16,12 @@ INDEX_MOST = 256 << 20
 """Bytes of the largest index: that of a trillion parameters in small experts has about 100 MB."""
 
 
-def read_json(path: Path, most: int = MOST) -> Any:
-    """Return the content of a JSON file; raises :class:`BrokenCheckpoint` naming the file when it is none."""
+def read_raw(path: Path, most: int = MOST) -> bytes:
+    """Return the bytes of a JSON file; raises :class:`BrokenCheckpoint` for one that is larger than is read."""
     size = file_size(path)
     if size > most:
         raise BrokenCheckpoint(f"{path.name}: {size:,} bytes of JSON, more than is read", code="bad-json")
-    return parse_json(read_range(path, 0, size), path.name)
+    return read_range(path, 0, size)
 
 
 def parse_json(raw: bytes, where: str) -> Any:
@@ -33,8 +33,13 @@ def parse_json(raw: bytes, where: str) -> Any:
 
 
 def read_object(path: Path, most: int = MOST) -> dict[str, Any]:
+    """Return the object in a JSON file; raises :class:`BrokenCheckpoint` naming the file for anything else."""
+    return parse_object(read_raw(path, most), path.name)
+
+
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     """Return a JSON object; raises :class:`BrokenCheckpoint` for any other value."""
-    value = read_json(path, most)
+    value = parse_json(raw, where)
     if not isinstance(value, dict):
-        raise BrokenCheckpoint(f"{path.name}: not a JSON object", code="bad-json")
+        raise BrokenCheckpoint(f"{where}: not a JSON object", code="bad-json")
     return value

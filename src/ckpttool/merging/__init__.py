@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from ckpttool.merging.result import Copies, Merge, Mismatch, Options, OutputFile
 from ckpttool.plan import Plan, header_faults
 from ckpttool.reading import Reader
 from ckpttool.sink import execute
-from ckpttool.staging import check_outside, check_space, check_target, clear_stale, staged
+from ckpttool.staging import check_outside, check_space, check_target, clear_stale, free_space, staged
 from ckpttool.unpickle import collector_paused
 
 __all__ = ["Merge", "Options", "merge"]
@@ -57,7 +56,7 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
         raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
     result = _result(output, opened, checked, options)
     if options.dry_run:
-        return replace(result, bytes_free=_free(output), seconds=time.monotonic() - started)
+        return replace(result, bytes_free=free_space(output), seconds=time.monotonic() - started)
     overflows = _write(output, opened, checked.plan, options, ready(checked.plan.nbytes))
     casts = planning.casts(checked.plan.targets, opened.tensors, overflows)
     return replace(result, done=True, casts=casts, seconds=time.monotonic() - started)
@@ -108,10 +107,8 @@ def _refusal(opened: Opened, problems: Sequence[Problem], mismatches: Sequence[M
     """Return the error for everything in the tensors themselves that is refused."""
     what = "cannot be merged as it is"
     if mismatches:
-        what = (
-            f"{counted(len(mismatches), 'tensor')} stored by several ranks {'is' if len(mismatches) == 1 else 'are'} "
-        )
-        what += "not the same on all of them"
+        are = "is" if len(mismatches) == 1 else "are"
+        what = f"{counted(len(mismatches), 'tensor')} stored by several ranks {are} not the same on all of them"
     error = BrokenCheckpoint(
         f"{opened.source.root}: {what}; nothing was written",
         hint="To take the copy of the lowest rank where they differ: --on-mismatch rank0." if mismatches else "",
@@ -221,7 +218,3 @@ def _is_replaceable(output: Path) -> bool:
         names = os.listdir(output) if output.is_dir() and not output.is_symlink() else ["no directory"]
         return all(is_of_a_model(name) for name in names) and (not names or hf.detect(output) is not None)
     return False
-
-
-def _free(output: Path) -> int:
-    return shutil.disk_usage(next(folder for folder in output.parents if folder.is_dir())).free

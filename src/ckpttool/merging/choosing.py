@@ -10,7 +10,7 @@ from ckpttool import layout
 from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem
 from ckpttool.export.config import CONFIG
 from ckpttool.formats import fsdp
-from ckpttool.formats.shardfiles import is_model_shard, scan
+from ckpttool.formats.shardfiles import ShardFiles, is_model_shard, scan
 from ckpttool.inspection import inspect, runs
 from ckpttool.inspection.choice import choose
 from ckpttool.inspection.search import below, require_directory
@@ -58,7 +58,8 @@ def _what_it_is(path: Path) -> str:
 def _commands(path: Path, found: Sequence[Path], output: Path, options: Options) -> Iterator[str]:
     """Yield what to type instead: parts of one save united, the newest whole step, each by its path."""
     tail = shlex.join(["-o", str(output)]) + "".join(f" {flag}" for flag in options.flags())
-    sets = [scan(folder).by_kind.get("model", {}) for folder in found]
+    files = {folder: scan(folder) for folder in found}
+    sets = [shards.by_kind.get("model", {}) for shards in files.values()]
     size = next(iter(sets[0]), 0)
     ranks = [rank for by_size in sets for rank in by_size.get(size, ())]
     if len(found) > 1 and sorted(ranks) == list(range(size)) and all(set(by_size) == {size} for by_size in sets):
@@ -68,7 +69,7 @@ def _commands(path: Path, found: Sequence[Path], output: Path, options: Options)
         roles = sorted({folder.name for folder in found if layout.step_of(folder.parent.name) is not None})
         role = f" --role {roles[0]}" if roles else ""
         yield f"  ckpttool merge-fsdp {shlex.quote(str(path))} --step latest{role} {tail}"
-    lacking = {folder: missing for folder in found if (missing := _missing(folder))}
+    lacking = {folder: missing for folder, shards in files.items() if (missing := _missing(shards))}
     whole = [folder for folder in found if folder not in lacking]
     yield from (f"  ckpttool merge-fsdp {shlex.quote(str(folder))} {tail}" for folder in whole[:SHOWN])
     if len(whole) > SHOWN:
@@ -77,9 +78,8 @@ def _commands(path: Path, found: Sequence[Path], output: Path, options: Options)
         yield f"Not whole: {folder} ({missing})"
 
 
-def _missing(folder: Path) -> str:
+def _missing(files: ShardFiles) -> str:
     """Say which ranks a directory lacks, by its names alone; nothing when one set of files is complete."""
-    files = scan(folder)
     sets = {size: files.missing("model", size) for size in files.by_kind.get("model", {})}
     if not sets or not all(sets.values()):
         return "" if sets else "no model files"

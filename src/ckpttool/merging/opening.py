@@ -112,7 +112,8 @@ def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:
     if wanted is not None and wanted not in sizes:
         there = f"there are shards of {listing(sizes)}" if sizes else "there are no model shards"
         raise UsageError(f"--world-size {wanted}: {there}")
-    kinds = {folder: bool(scan(folder).models) for folder in folders if "model" in scan(folder).by_kind}
+    files = {folder: scan(folder) for folder in folders}
+    kinds = {folder: bool(found.models) for folder, found in files.items() if "model" in found.by_kind}
     strangers = [folder for folder, accelerate in kinds.items() if accelerate != next(iter(kinds.values()))]
     strangers += [folder for folder in folders[1:] if folder not in kinds]
     if strangers:

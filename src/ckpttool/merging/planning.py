@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from ckpttool.errors import Problem
 from ckpttool.export.config import CONFIG, ModelConfig, edited
-from ckpttool.export.precision import is_buffer, written_dtype
+from ckpttool.export.precision import SHORT, is_buffer, written_dtype
 from ckpttool.export.side_files import SideFiles
 from ckpttool.export.ties import Tie
 from ckpttool.formats.hf import INDEXES
 from ckpttool.formats.hfindex import index_bytes
 from ckpttool.merging.result import Cast, Options
 from ckpttool.plan import Plan, Target, WeightFile, faults, weight_files, whole
-from ckpttool.tensors import TensorInfo, dtype_bytes
+from ckpttool.tensors import CASTABLE, TensorInfo, dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,11 @@ def parameters(tensors: Mapping[str, TensorInfo], targets: Iterable[Target]) -> 
     return sum(tensors[t.name].numel for t in targets if not is_buffer(tensors[t.name]))
 
 
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
-
-
 def main_dtype(targets: Iterable[Target], tensors: Mapping[str, TensorInfo]) -> str | None:
     """Return the dtype that most of the parameters are written in, by bytes; ``None`` where none is a plain float."""
     held: Counter[str] = Counter()
     for target in targets:
-        if target.dtype in _FLOATS and not is_buffer(tensors[target.name]):
+        if target.dtype in CASTABLE and not is_buffer(tensors[target.name]):
             held[target.dtype] += target.nbytes
     return held.most_common(1)[0][0] if held else None
 
@@ -101,9 +98,8 @@ def dtype_note(
     written = main_dtype(targets, tensors)
     said = config.dtype if config is not None else None
     if options.dtype is None and written == "float32" and said in ("bfloat16", "float16"):
-        short = "bf16" if said == "bfloat16" else "fp16"
         message = f"config.json said {said}, the shards hold float32, and so does the output"
-        yield Problem(code="dtype", message=message, hint=f"To write {said}: --dtype {short}.", severity="note")
+        yield Problem(code="dtype", message=message, hint=f"To write {said}: --dtype {SHORT[said]}.", severity="note")
 
 
 def casts(targets: Iterable[Target], tensors: Mapping[str, TensorInfo], lost: Mapping[str, int]) -> tuple[Cast, ...]:
@@ -129,5 +125,5 @@ def kept(targets: Iterable[Target], tensors: Mapping[str, TensorInfo], dtype: st
     return tuple(
         target.name
         for target in targets
-        if dtype is not None and target.dtype != dtype and target.dtype in _FLOATS and is_buffer(tensors[target.name])
+        if dtype is not None and target.dtype != dtype and target.dtype in CASTABLE and is_buffer(tensors[target.name])
     )

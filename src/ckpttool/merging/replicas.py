@@ -7,7 +7,7 @@ on the disk now. The replicas of HSDP are as large as the model; there the recor
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,19 +23,16 @@ from ckpttool.tensors import Piece, TensorInfo, bands
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts so far."""
+    """Counts so far: replicas of shards, those of them with equal CRCs, bytes read."""
 
-    replicated: int = 0
-    replicated_bytes: int = 0
     replicas: int = 0
     by_crc: int = 0
-    by_bytes: int = 0
     read: int = 0
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
 def compare_copies(
-    root: Path, tensors: Iterable[TensorInfo], divided: Collection[str], *, replicas: bool
+    root: Path, tensors: Collection[TensorInfo], divided: Collection[str], *, replicas: bool
 ) -> tuple[Copies, int]:
     """Compare all stored copies; return what was found, and the bytes read.
 
@@ -46,18 +43,16 @@ def compare_copies(
     with Reader(root) as reader:
         for tensor in tensors:
             plain = tensor.placement == PLAIN
-            if plain:
-                tally.replicated += 1
-                tally.replicated_bytes += tensor.nbytes
             if tensor.copies and (plain or replicas or tensor.name in divided):
                 tell(tensor.name)
                 _compare(tensor, reader, tally, plain=plain)
+    replicated = [tensor for tensor in tensors if tensor.placement == PLAIN]
     copies = Copies(
-        replicated=tally.replicated,
-        replicated_bytes=tally.replicated_bytes,
+        replicated=len(replicated),
+        replicated_bytes=sum(tensor.nbytes for tensor in replicated),
         replicas=tally.replicas,
         by_crc=tally.by_crc,
-        by_bytes=tally.by_bytes,
+        by_bytes=tally.replicas - tally.by_crc,
         checked=replicas,
         mismatches=tuple(tally.mismatches),
     )
@@ -72,7 +67,6 @@ def _compare(tensor: TensorInfo, reader: Reader, tally: _Tally, *, plain: bool) 
         if not plain:
             tally.replicas += len(copies)
             tally.by_crc += len(copies) - len(unread)
-            tally.by_bytes += len(unread)
         by_rank = differences.setdefault(piece.rank or 0, {})
         for rank, difference in _differences(tensor, reader, piece, unread):
             by_rank.setdefault(rank, Difference()).join(difference)
@@ -126,7 +120,7 @@ def _mismatch(tensor: TensorInfo, reference: int, differences: dict[int, Differe
     )
 
 
-def differing(root: Reader, a: TensorInfo, b: TensorInfo) -> str:
+def differing(reader: Reader, a: TensorInfo, b: TensorInfo) -> str:
     """Say how two tensors of one checkpoint differ in their bytes; nothing when they do not."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
@@ -136,7 +130,7 @@ def differing(root: Reader, a: TensorInfo, b: TensorInfo) -> str:
     for box in bands(a.shape, BAND // dtype.itemsize):
         mine: Array = np.empty(box[1], dtype)
         other: Array = np.empty(box[1], dtype)
-        root.read(a, box, mine)
-        root.read(b, box, other)
+        reader.read(a, box, mine)
+        reader.read(b, box, other)
         difference.add(mine, other, a.dtype)
     return str(difference) if difference.changed else ""

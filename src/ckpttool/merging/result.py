@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from ckpttool.errors import Problem
+from ckpttool.export.precision import SHORT
 from ckpttool.plan import Dropped
 
 OnMismatch = Literal["error", "rank0"]
@@ -50,7 +51,6 @@ class Options:
 
 _SWITCHES = ("cast_buffers", "allow_overflow", "untie", "drop_lm_head", "force")
 _WORDS = ("world_size", "dtype", "on_mismatch", "hf_config", "max_shard_size", "threads")
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 
 
@@ -59,7 +59,7 @@ def _typed(name: str, value: Any) -> str:
     if name == "max_shard_size":
         unit, factor = next((unit, factor) for unit, factor in _UNITS if value % factor == 0)
         return f"{value // factor}{unit}"
-    return _SHORT.get(value, str(value))
+    return SHORT.get(value, str(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

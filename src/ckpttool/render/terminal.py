@@ -97,10 +97,7 @@ def show_error(error: CkpttoolError, out: Console) -> None:
 
 def near(text: str) -> str:
     """Write paths in a text as one types them here: relative where they lie below the working directory."""
-    try:
-        here = str(Path.cwd())
-    except OSError:  # it is gone
-        return text
+    here = _here()
     return re.sub(rf"(?<![\w./-]){re.escape(here)}/(?![-/])", "", text) if len(here) > 1 else text
 
 
@@ -111,11 +108,16 @@ def clean(text: str, *, lines: bool = False) -> str:
 
 def shown_path(path: str) -> str:
     """Return a path relative to the working directory when it lies below it."""
+    here = _here()
+    return os.path.relpath(path, here) if here and Path(path).is_relative_to(here) else path
+
+
+def _here() -> str:
+    """Return the working directory; nothing where it is gone."""
     try:
-        here = str(Path.cwd())
-    except OSError:  # it is gone
-        return path
-    return os.path.relpath(path, here) if Path(path).is_relative_to(here) else path
+        return str(Path.cwd())
+    except OSError:
+        return ""
 
 
 def typed_path(path: str) -> str:
