@@ -37,8 +37,10 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.tensors", "ckpttool.errors"),
     },
     "ckpttool.export": {
-        *("ckpttool.plan", "ckpttool.elements", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.sink", "ckpttool.staging", "ckpttool.plan", "ckpttool.reading", "ckpttool.elements"),
+        *("ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
     },
+    "ckpttool.architectures": {"ckpttool.plan", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.source": {"ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.inspection": {
@@ -53,14 +55,19 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.errors", "ckpttool.telling"),
         "ckpttool.unpickle",  # to pause the collector
     },
+    "ckpttool.converting": {
+        *("ckpttool.architectures", "ckpttool.inspection", "ckpttool.export", "ckpttool.staging", "ckpttool.plan"),
+        *("ckpttool.reading", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        "ckpttool.unpickle",  # to pause the collector, and for the arguments of a run
+    },
     "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},
     "ckpttool.render": {
-        *("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.demo"),
-        *("ckpttool.errors", "ckpttool.telling"),
+        *("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.converting", "ckpttool.demo"),
+        *("ckpttool.architectures", "ckpttool.export", "ckpttool.errors", "ckpttool.telling"),
     },
     "ckpttool.cli": {
         *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.demo"),
-        "ckpttool.errors",
+        *("ckpttool.converting", "ckpttool.architectures", "ckpttool.errors"),
         "ckpttool.layout",  # to complete the steps of a run, without the weight of an inspection
         "ckpttool.export",  # the words of --dtype
     },
@@ -70,7 +77,7 @@ LAYERS: dict[str, set[str]] = {
 
 # Libraries that only some layers may import; all others come from the standard library or are free.
 ONLY_IN = {"typer": {"ckpttool.cli"}, "click": set(), "rich": {"ckpttool.render"}}
-OPERATIONS = ("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging")
+OPERATIONS = ("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.converting")
 NEVER_AT_TOP = {"torch", "megatron", "transformers"}
 NOT_TO_START = {
     "ckpttool": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},

@@ -220,7 +220,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(role: Path, monkeypatch: pyt
         path.write_bytes(path.read_bytes())
         return done
 
-    monkeypatch.setattr("ckpttool.merging.execute", save_meanwhile)
+    monkeypatch.setattr("ckpttool.export.writing.execute", save_meanwhile)
     error = refused(role)
     assert (error.code, error.exit_code) == ("changed-meanwhile", 4)
     assert "model_world_size_4_rank_2.pt" in error.message

@@ -1,7 +1,8 @@
 """A conversion as data: which rows of which tensors make up which target, in which file, and what is left out.
 
-A target is a concatenation along its first axis of :class:`Rows` of source tensors, so that a plan grows with the
-number of tensors, never with their rows. Nothing here touches a byte of a tensor.
+A target is a concatenation along its first axis of :class:`Rows` of source tensors, which an :class:`Arrangement` may
+then turn (transposed experts, interleaved projections), so that a plan grows with the number of tensors, never with
+their rows. Nothing here touches a byte of a tensor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import EllipsisType
 
 from ckpttool.errors import Problem
@@ -57,25 +59,86 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How a target follows from the concatenation of its parts: seen as ``view``, its axes in ``order``, reshaped.
+
+    The first ``folded`` axes of the view are the rows of the concatenation.
+    """
+
+    view: Index
+    order: Index
+    folded: int
+
+    @property
+    def concatenated(self) -> Index:
+        """The shape of the concatenation."""
+        return (math.prod(self.view[: self.folded]), *self.view[self.folded :])
+
+    @property
+    def turned(self) -> Index:
+        """The view's axes in the order of the target, before they are reshaped to its own."""
+        return tuple(self.view[axis] for axis in self.order)
+
+    def runs(self, box: Box) -> Iterator[tuple[Box, Index]]:
+        """Yield for a box of the view the boxes of the concatenation that it consists of.
+
+        With each comes the index of its place in an array of the box's size: the leading axes, taken one by one.
+        """
+        offset, size = box
+        axis = self.folded - 1
+        while axis and size[axis] == self.view[axis]:
+            axis -= 1
+        inner = math.prod(self.view[axis + 1 : self.folded])
+        for lead in product(*map(range, size[:axis])):
+            row = 0
+            for at, index in enumerate(lead):
+                row = row * self.view[at] + offset[at] + index
+            first = (row * self.view[axis] + offset[axis]) * inner
+            tail = offset[self.folded :], size[self.folded :]
+            yield ((first, *tail[0]), (size[axis] * inner, *tail[1])), lead
+
+    @property
+    def moves(self) -> bool:
+        """Whether it changes the order of elements, not the shape alone."""
+        return self.order != tuple(range(len(self.view)))
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to write; its dtype may be another one than that of its sources, which is a cast."""
+    """A tensor to write; its dtype may be another one than that of its sources, which is a cast.
+
+    ``twice`` is the rule by which its sources are written although another target is made of them.
+    """
 
     name: str
     dtype: str
     shape: Index
     parts: tuple[Rows, ...]
+    arrangement: Arrangement | None = None
+    twice: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return dtype_bytes(self.dtype, math.prod(self.shape))
+        return dtype_bytes(self.dtype, self.numel)
+
+    @property
+    def concatenated(self) -> Index:
+        """The shape of its parts one after the other."""
+        return self.shape if self.arrangement is None else self.arrangement.concatenated
 
     def is_copy_of(self, tensor: TensorInfo) -> bool:
         """Tell whether it is all of one source, in its dtype."""
-        return (self.dtype, self.shape) == (tensor.dtype, tensor.shape) and self.parts == whole(tensor).parts
+        same = (self.dtype, self.shape) == (tensor.dtype, tensor.shape) and self.arrangement is None
+        return same and self.parts == whole(tensor).parts
 
     def sources(self, box: Box) -> Iterator[tuple[str, slice | EllipsisType, Box]]:
-        """Yield for a box of the target: source name, which rows of the box, the box of the source."""
+        """Yield for a box of the concatenation: source name, which rows of the box, the box of the source."""
         if not self.shape:
             yield self.parts[0].source, ..., (self.parts[0].lead, (1,) * len(self.parts[0].lead))
             return
@@ -88,11 +151,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A source tensor that is not written: by which rule, and why."""
+    """A source tensor that is not written, or only ``box`` of it: by which rule, and why."""
 
     name: str
     rule: str
     reason: str
+    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +267,12 @@ def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mappi
     for target in targets:
         _check_target(target, sources, found)
     used = _used(targets)
-    left_out = {drop.name for drop in dropped}
+    left_out = set()
+    for drop in dropped:
+        if drop.box is None:
+            left_out.add(drop.name)
+        else:
+            used.setdefault(drop.name, []).append(drop.box)
     for name, tensor in sources.items():
         if name in left_out and name in used:
             found.group("dropped-and-used", "both written and left out", name)
@@ -218,9 +287,12 @@ def _used(targets: Iterable[Target]) -> dict[str, list[Box]]:
     """Return which boxes of which sources targets are made of."""
     used: dict[str, list[Box]] = {}
     for target in targets:
+        if target.twice:
+            continue
         for part in target.parts:
             used.setdefault(part.source, [])
-        for source, _, box in target.sources(((0,) * len(target.shape), target.shape)):
+        shape = target.concatenated
+        for source, _, box in target.sources(((0,) * len(shape), shape)):
             used[source].append(box)
     return used
 
@@ -239,8 +311,11 @@ def _check_target(target: Target, sources: Mapping[str, TensorInfo], found: Find
     stored = {sources[part.source].dtype for part in target.parts} - {target.dtype}
     if stored and not {target.dtype, *stored} <= CASTABLE:
         found.group("bad-cast", f"{listing(sorted(stored))} cannot be cast to {target.dtype}", target.name)
-    if target.shape and sum(part.count for part in target.parts) != target.shape[0]:
+    shape = target.concatenated
+    if shape and sum(part.count for part in target.parts) != shape[0]:
         found.group("rows-disagree", "its parts have not as many rows as it has", target.name)
+    if math.prod(shape) != math.prod(target.shape):
+        found.group("rows-disagree", "its parts have not as many elements as it has", target.name)
 
 
 def _is_text(name: str) -> bool:

@@ -21,12 +21,15 @@ import numpy as np
 from ckpttool.elements import Array, cast, dtype_of
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.safetensorsfile import SAFETENSORS_NAMES
-from ckpttool.plan import PAGE, Plan, Target, WeightFile
+from ckpttool.plan import PAGE, Arrangement, Plan, Target, WeightFile
 from ckpttool.reading import BAND, Reader, Run
 from ckpttool.staging import copy_file, write_file
 from ckpttool.tensors import Box, Index, Piece, TensorInfo, bands, is_cut_in_rows
 
 Progress = Callable[[int], None]
+
+TURNED = 48 << 20
+"""Bytes of a target that is rearranged which are held at once: an expert of most models. More go in slices."""
 
 SHARED_AT_ONCE = 256 << 20
 """Bytes that the file system is asked to share or copy by one call."""
@@ -214,13 +217,17 @@ class _Mover:
     def __init__(self, sources: Mapping[str, TensorInfo], reader: Reader, output: _Output) -> None:
         self._sources, self._reader, self._output = sources, reader, output
         self._uncast: Array = np.empty(0, np.uint8)
+        self._held: Array = np.empty(0, np.uint8)
 
     def move(self, target: Target) -> int:
         """Append one target; return how many finite elements its cast made infinite."""
+        if target.arrangement is not None and target.arrangement.moves:
+            return self._turn(target, target.arrangement)
         tensor = self._sources[target.parts[0].source]
         whole = sum(piece.numel for piece in tensor.pieces) == tensor.numel
         if not whole or not target.is_copy_of(tensor) or not is_cut_in_rows(tensor):
-            return self._fill(target, (0,) * len(target.shape), target.shape)
+            shape = target.concatenated
+            return self._fill(target, (0,) * len(shape), shape)
         for piece in sorted(tensor.pieces, key=lambda piece: piece.offset):
             if not self._share(tensor, piece):
                 self._fill(target, piece.offset, piece.size)
@@ -236,13 +243,44 @@ class _Mover:
     def _fill(self, target: Target, offset: Index, size: Index) -> int:
         """Append a part of a target that is contiguous in it."""
         dtype, lost = dtype_of(target.dtype), 0
-        widest = max(dtype.itemsize, *(dtype_of(self._sources[p.source].dtype).itemsize for p in target.parts))
-        for start, extent in bands(size, BAND // widest):
+        for start, extent in bands(size, self._most(target)):
             box = tuple(map(int.__add__, offset, start)), extent
-            room = self._output.room(math.prod(box[1]) * dtype.itemsize).view(dtype)
-            for name, where, source in target.sources(box):
-                lost += self._read(self._sources[name], source, target.dtype, room.reshape(box[1])[where])
+            room = self._output.room(math.prod(extent) * dtype.itemsize).view(dtype)
+            lost += self._gather(target, box, room.reshape(extent))
         return lost
+
+    def _most(self, target: Target) -> int:
+        """Return how many elements of a target are moved at once."""
+        dtypes = {target.dtype, *(self._sources[part.source].dtype for part in target.parts)}
+        return BAND // max(dtype_of(dtype).itemsize for dtype in dtypes)
+
+    def _gather(self, target: Target, box: Box, out: Array) -> int:
+        """Fill an array with a box of the concatenation of a target's parts."""
+        return sum(
+            self._read(self._sources[name], source, target.dtype, out[rows])
+            for name, rows, source in target.sources(box)
+        )
+
+    def _turn(self, target: Target, how: Arrangement) -> int:
+        """Append a target whose elements change their order: a slice of it is gathered as it is stored, then turned."""
+        dtype, most, lost = dtype_of(target.dtype), self._most(target), 0
+        if not self._held.size:
+            self._held = np.empty(min(TURNED, target.nbytes), np.uint8)
+        for box in bands(how.turned, self._held.size // dtype.itemsize):
+            offset, size = (tuple(box[side][how.order.index(axis)] for axis in range(len(how.view))) for side in (0, 1))
+            held = self._held[: math.prod(size) * dtype.itemsize].view(dtype).reshape(size)
+            for rows, where in how.runs((offset, size)):
+                run = held[where].reshape(rows[1])
+                for start, extent in bands(rows[1], most):
+                    part = run[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))]
+                    lost += self._gather(target, (tuple(map(int.__add__, rows[0], start)), extent), part)
+            self._append_turned(held.transpose(how.order))
+        return lost
+
+    def _append_turned(self, turned: Array) -> None:
+        for start, extent in bands(turned.shape, BAND // turned.itemsize):
+            room = self._output.room(math.prod(extent) * turned.itemsize).view(turned.dtype).reshape(extent)
+            room[...] = turned[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))]
 
     def _read(self, tensor: TensorInfo, box: Box, dtype: str, out: Array) -> int:
         if tensor.dtype == dtype:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpttool.errors import BrokenCheckpoint
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem
 from ckpttool.formats.jsonfile import parse_object, read_raw
 
 CONFIG = "config.json"
@@ -17,7 +17,9 @@ TIE = "tie_word_embeddings"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _QUANTIZATION = ("quantization_config", "compression_config")
 _TEXT = ("text_config", "llm_config", "language_config", "decoder", "thinker_config", "text_cfg")
+_BELOW = ("huggingface", "model/huggingface")
 _LITERAL = "\0"
+_ESCAPED = "\\u0000"
 _QUOTED_LITERAL = re.compile(r'"\\u0000([^"\\]*)\\u0000"')
 """Numbers with a fraction are carried through as they are written, marked by what no JSON text of a config has."""
 
@@ -81,6 +83,26 @@ def read_config(folder: Path) -> ModelConfig | None:
     return ModelConfig(str(path), raw, parse_object(raw, path.name))
 
 
+def read_side_config(folder: Path | None, *, given: bool) -> tuple[ModelConfig | None, tuple[Problem, ...]]:
+    """Read the config of a folder of side files; a damaged one is a problem, one that is missing a note.
+
+    Raises :class:`NotACheckpoint` when the folder was ``given`` by the user and has none.
+    """
+    try:
+        config = read_config(folder) if folder is not None else None
+    except CkpttoolError as error:
+        return None, (Problem(code=error.code, message=error.message, path=str(folder), hint=error.hint),)
+    if config is not None:
+        return config, ()
+    if given and folder is not None:
+        inside = [folder / name for name in _BELOW if (folder / name).is_dir()]
+        hint = f"Did you mean {inside[0]}?" if inside else ""
+        raise NotACheckpoint(f"--hf-config {folder}: no config.json in it", hint=hint)
+    message = "no config.json: what is written can be loaded as tensors only, not as a model"
+    hint = "Give the directory of the model that was trained: --hf-config DIR."
+    return None, (Problem(code="no-config", severity="note", message=message, hint=hint),)
+
+
 def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every nested configuration with its key, outer ones first."""
     pending = [(name, value) for name, value in values.items() if isinstance(value, dict)]
@@ -90,18 +112,31 @@ def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         pending += [(inner, part) for inner, part in value.items() if isinstance(part, dict)]
 
 
-def edited(config: ModelConfig, dtype: str | None, *, untie: bool) -> tuple[bytes, tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What a conversion changes in a config: ``untie`` makes it say that the head is no alias of the embeddings.
+
+    ``fields`` are set at the top, each with its reason; ``removed`` are taken away wherever they are, with theirs.
+    """
+
+    untie: bool = False
+    fields: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    removed: Mapping[str, str] = field(default_factory=dict)
+
+
+def edited(config: ModelConfig, dtype: str | None, edits: Edits) -> tuple[bytes, tuple[str, ...]]:
     """Return the file's new content and what was changed in it, in words; the bytes as they were when nothing was.
 
     ``dtype`` (torch's name) is what the weights are written in: every dtype field is made to say it, and one is added
-    where there is none. ``untie`` makes it say that the head is no alias of the embeddings.
+    where there is none.
     """
     values = json.loads(config.raw, parse_float=lambda text: f"{_LITERAL}{text}{_LITERAL}")
     changes: list[str] = []
     if dtype is not None:
         changes += _set_dtype(values, dtype)
-    if untie:
+    if edits.untie:
         changes += _set_untied(values)
+    changes += _set(values, edits)
     if not changes:
         return config.raw, ()
     try:
@@ -110,6 +145,18 @@ def edited(config: ModelConfig, dtype: str | None, *, untie: bool) -> tuple[byte
         raise BrokenCheckpoint(f"{config.path}: nested too deeply", code="bad-json") from error
     text = _QUOTED_LITERAL.sub(r"\1", text)
     return text.encode("utf-8", "surrogatepass") + b"\n", tuple(changes)
+
+
+def _set(values: dict[str, Any], edits: Edits) -> Iterator[str]:
+    for name, (value, why) in edits.fields.items():
+        if values.get(name) != value:
+            was = json.dumps(values[name]).replace(_ESCAPED, "") if name in values else "not there"
+            values[name] = value
+            yield f"{name}: {json.dumps(value)} (was {was}): {why}"
+    for name, part in [("", values), *list(_parts(values))]:
+        for gone, why in edits.removed.items():
+            if part.pop(gone, None) is not None:
+                yield f"{f'{name}.' if name else ''}{gone}: removed, {why}"
 
 
 def _set_dtype(values: dict[str, Any], dtype: str) -> Iterator[str]:

@@ -76,7 +76,7 @@ def detect(path: Path) -> tuple[str, ...] | None:
     evidence = [name for name in (ADAPTER_CONFIG, *INDEXES) if name in names and (path / name).is_file()]
     if CONFIG in names and _is_model_config(path / CONFIG):
         evidence.insert(0, CONFIG)
-    weights = [name for name in _weight_files(names) if (path / name).is_file()]
+    weights = [name for name in weight_files(names) if (path / name).is_file()]
     if weights:
         evidence.append(listing(weights, 2))
     if not evidence and names & {"tokenizer.json", "tokenizer_config.json"}:
@@ -100,7 +100,8 @@ def _is_model_config(path: Path) -> bool:
     return any(key in content for key in _CONFIG_KEYS)
 
 
-def _weight_files(names: Iterable[str]) -> list[str]:
+def weight_files(names: Iterable[str]) -> list[str]:
+    """Return those names that files of weights have, sorted."""
     return sorted(name for name in names if name.endswith(".safetensors") or _BIN_FILE.fullmatch(name))
 
 
@@ -108,7 +109,7 @@ def open_(path: Path) -> HfSource:
     """Open a directory; damage becomes :attr:`HfSource.problems`, :class:`Refused` is raised."""
     names = os.listdir(path)
     found = Findings()
-    on_disk = _weight_files(names)
+    on_disk = weight_files(names)
     weights, others = _of_the_model(path, on_disk, names, found)
     by_file: dict[str, dict[str, TensorInfo]] = {}
     for name in weights:

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Table
-from ckpttool.export import ties
-from ckpttool.export.side_files import is_of_a_model
-from ckpttool.formats import hf
+from ckpttool.export import outputs, ties
+from ckpttool.export.comparing import differing
+from ckpttool.export.config import Edits
+from ckpttool.export.writing import Ready, check_unchanged, is_replaceable, write
 from ckpttool.formats.findings import counted, ranges
 from ckpttool.merging import planning
-from ckpttool.merging.opening import Opened, check_unchanged, checked_options, find_folders, open_save
-from ckpttool.merging.replicas import compare_copies, differing
-from ckpttool.merging.result import Copies, Merge, Mismatch, Options, OutputFile
+from ckpttool.merging.opening import Opened, checked_options, find_folders, open_save, stamps_of
+from ckpttool.merging.replicas import compare_copies
+from ckpttool.merging.result import Copies, Merge, Mismatch, Options
 from ckpttool.plan import Plan, header_faults
 from ckpttool.reading import Reader
-from ckpttool.sink import execute
-from ckpttool.staging import check_outside, check_space, check_target, clear_stale, free_space, staged
+from ckpttool.staging import check_outside, check_space, check_target, clear_stale, free_space
 from ckpttool.unpickle import collector_paused
 
 __all__ = ["Merge", "Options", "merge"]
-
-Progress = Callable[[int], None]
-Ready = Callable[[int], Progress]
 
 
 def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _total: lambda _bytes: None) -> Merge:
@@ -46,7 +41,7 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
     check_outside(output, folders)
     if not options.dry_run:
         clear_stale(output)
-    check_target(output, force=options.force, replaceable=_is_replaceable(output))
+    check_target(output, force=options.force, replaceable=is_replaceable(output))
     try:
         with collector_paused():
             opened = open_save(folders, notes, options)
@@ -57,8 +52,16 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
     result = _result(output, opened, checked, options)
     if options.dry_run:
         return replace(result, bytes_free=free_space(output), seconds=time.monotonic() - started)
-    overflows = _write(output, opened, checked.plan, options, ready(checked.plan.nbytes))
-    casts = planning.casts(checked.plan.targets, opened.tensors, overflows)
+    overflows = write(
+        output,
+        checked.plan,
+        opened.tensors,
+        opened.source.root,
+        options,
+        ready(checked.plan.nbytes),
+        lambda: check_unchanged(opened.source.root, opened.stamps, stamps_of(opened.folders)),
+    )
+    casts = outputs.casts(checked.plan.targets, opened.tensors, overflows)
     return replace(result, done=True, casts=casts, seconds=time.monotonic() - started)
 
 
@@ -93,12 +96,22 @@ def _check(output: Path, opened: Opened, options: Options) -> _Checked:
     taken = [mismatch for mismatch in copies.mismatches if mismatch.name not in opened.divided]
     if draft.problems or parted or (taken and options.on_mismatch == "error"):
         raise _refusal(opened, [*draft.problems, *parted], taken if options.on_mismatch == "error" else ())
-    plan, changes = planning.finish(draft, opened.tensors, opened.config, opened.side, options)
+    plan, changes = outputs.directory(
+        draft.targets,
+        draft.tie.dropped,
+        opened.config,
+        opened.side,
+        Edits(untie=draft.tie.untie),
+        most=options.max_shard_size,
+        is_buffer=planning.buffers(opened.tensors),
+    )
     if too_long := header_faults(plan.weights):
         raise _refusal(opened, too_long, ())
     notes = [Problem(code="tied", message=note, severity="note") for note in tie.notes]
     notes += [_taken(mismatch) for mismatch in copies.mismatches]
-    notes += planning.dtype_note(draft.targets, opened.tensors, opened.config, options)
+    if options.dtype is None:
+        written = outputs.main_dtype(draft.targets, planning.buffers(opened.tensors))
+        notes += outputs.dtype_note(written, opened.config, "the shards hold")
     read += compared + sum(opened.tensors[target.name].nbytes for target in draft.targets)
     return _Checked(plan, copies, changes, tuple(notes), read)
 
@@ -158,12 +171,6 @@ def _table(mismatches: Sequence[Mismatch]) -> Table:
 
 def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -> Merge:
     source, plan, config = opened.source, checked.plan, opened.config
-    dtypes: Counter[str] = Counter()
-    for target in plan.targets:
-        dtypes[target.dtype] += target.nbytes
-    files = [OutputFile(name=f.name, bytes=f.nbytes, tensors=len(f.targets)) for f in plan.weights]
-    files += [OutputFile(name=name, bytes=len(content)) for name, content in plan.contents.items()]
-    files += [OutputFile(name=f.name, bytes=f.bytes) for f in plan.copies]
     return Merge(
         path=str(source.root),
         folders=tuple(map(str, opened.folders)),
@@ -173,11 +180,11 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         f"{source.world_size}" + (f", mesh {source.mesh}" if source.mesh is not None else ""),
         model=", ".join((*config.model_types[:1], *config.architectures[:1])) if config is not None else "",
         tensors=len(plan.targets),
-        parameters=planning.parameters(opened.tensors, plan.targets),
-        dtypes=dict(dtypes.most_common()),
-        files=tuple(files),
+        parameters=outputs.parameters(plan.targets, planning.buffers(opened.tensors)),
+        dtypes=outputs.dtypes(plan),
+        files=outputs.output_files(plan),
         copies=checked.copies,
-        casts=planning.casts(plan.targets, opened.tensors, {}),
+        casts=outputs.casts(plan.targets, opened.tensors, {}),
         kept=planning.kept(plan.targets, opened.tensors, options.dtype),
         dropped=plan.dropped,
         renamed=opened.unwrapped,
@@ -190,31 +197,3 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         bytes_written=plan.nbytes,
         options=options,
     )
-
-
-def _write(output: Path, opened: Opened, plan: Plan, options: Options, progress: Progress) -> Mapping[str, int]:
-    with staged(output, force=options.force) as folder:
-        overflows = execute(
-            plan, opened.tensors, opened.source.root, folder, threads=options.threads, progress=progress
-        )
-        if overflows and not options.allow_overflow:
-            raise BrokenCheckpoint(
-                f"{opened.source.root}: {sum(overflows.values()):,} finite values do not fit into the dtype asked for; "
-                "nothing was written",
-                hint="Write bf16 or fp32 (--dtype), or let them become infinite: --allow-overflow.",
-                code="overflow",
-                problems=[
-                    Problem(code="overflow", message=f"{name}: {counted(lost, 'value')} would become infinite")
-                    for name, lost in overflows.items()
-                ],
-            )
-        check_unchanged(opened)
-    return overflows
-
-
-def _is_replaceable(output: Path) -> bool:
-    """Tell whether ``--force`` may take away what is there: a model and nothing else, or nothing at all."""
-    with suppress(OSError):
-        names = os.listdir(output) if output.is_dir() and not output.is_symlink() else ["no directory"]
-        return all(is_of_a_model(name) for name in names) and (not names or hf.detect(output) is not None)
-    return False

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttool import layout
-from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Severity, Unmapped, UsageError
-from ckpttool.export.config import ModelConfig, read_config
+from ckpttool.errors import BrokenCheckpoint, Problem, Severity, Unmapped, UsageError
+from ckpttool.export.config import ModelConfig, read_side_config
 from ckpttool.export.precision import DTYPES
 from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.ties import Tie
+from ckpttool.export.writing import Stamps, give_back, stamps
 from ckpttool.formats import fsdp
 from ckpttool.formats.findings import counted, listing
 from ckpttool.formats.shardfiles import is_model_shard, scan
@@ -38,7 +36,7 @@ class Opened:
     side_folder: Path | None
     side: SideFiles
     notes: tuple[Problem, ...]
-    stamps: Mapping[Path, tuple[int, int]]
+    stamps: Stamps
     divided: frozenset[str]
 
     @property
@@ -58,17 +56,17 @@ def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Op
     """Read all indexes and refuse, with everything that is wrong, what is no whole checkpoint."""
     role, *also = folders
     _check_world_size(folders, options.world_size)
-    stamps = _stamps(folders)
+    before = stamps_of(folders)
     source = fsdp.open_(role, options.world_size, also=also, kinds=("model",))
     side_folder = find_side_folder(folders, options.hf_config)
     names, unwrapped, collisions = unwrap(source.tensors)
-    config, config_problems = _config(side_folder, options)
+    config, config_problems = read_side_config(side_folder, given=options.hf_config is not None)
     tensors = planning.renamed(source.tensors, names)
     problems = [*_sorted_out(source), *collisions, *config_problems]
     if not collisions:
         problems += planning.draft(tensors, Tie(), options).problems
     _refuse(role, source, problems)
-    _give_back()
+    give_back()
     return Opened(
         source=source,
         folders=folders,
@@ -78,7 +76,7 @@ def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Op
         side_folder=side_folder,
         side=find_side_files(side_folder, config, crowded=side_folder in folders),
         notes=(*notes, *(p for p in problems if p.severity == "note")),
-        stamps=stamps,
+        stamps=before,
         divided=frozenset(names[name] for name in source.divided),
     )
 
@@ -100,12 +98,6 @@ def checked_options(options: Options) -> Options:
     return replace(options, dtype=DTYPES[options.dtype])
 
 
-def _give_back() -> None:
-    """Let the allocator return what reading the indexes took: the bands that are moved next need it more."""
-    with suppress(OSError, AttributeError):  # glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:
     """Every directory that was named has to give something, and the world size has to be there."""
     sizes = sorted(scan(folders[0], folders[1:]).by_kind.get("model", {}))
@@ -120,32 +112,9 @@ def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:
         raise UsageError(f"--input {strangers[0]}: no model shards there that go with those of {folders[0]}")
 
 
-def _stamps(folders: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Return size and time of every shard, to see afterwards whether a trainer has written to it meanwhile."""
-    stamps = {}
-    for folder in folders:
-        for name in os.listdir(folder):
-            if is_model_shard(name):
-                with suppress(OSError):  # it is told of by whoever reads it
-                    info = (folder / name).stat()
-                    stamps[folder / name] = info.st_size, info.st_mtime_ns
-    return stamps
-
-
-def _config(folder: Path | None, options: Options) -> tuple[ModelConfig | None, tuple[Problem, ...]]:
-    try:
-        config = read_config(folder) if folder is not None else None
-    except CkpttoolError as error:
-        return None, (Problem(code=error.code, message=error.message, path=str(folder), hint=error.hint),)
-    if config is None:
-        message = "no config.json: what is written can be loaded as tensors only, not as a model"
-        hint = "Give the directory of the model that was trained: --hf-config DIR."
-        if options.hf_config is not None and folder is not None:
-            inside = [name for name in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE) if (folder / name).is_dir()]
-            hint = f"Did you mean {folder / inside[0]}?" if inside else ""
-            raise NotACheckpoint(f"--hf-config {folder}: no config.json in it", hint=hint)
-        return None, (Problem(code="no-config", severity="note", message=message, hint=hint),)
-    return config, ()
+def stamps_of(folders: Iterable[Path]) -> Stamps:
+    """Return size and time of every shard."""
+    return stamps(folder / name for folder in folders for name in os.listdir(folder) if is_model_shard(name))
 
 
 _MISSING = "rank-missing"
@@ -191,16 +160,4 @@ def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) ->
             f"{role}: holds LoRA adapters ({counted(len(adapters), 'tensor')}: {listing(adapters, 2)})",
             hint="Adapters are neither fused nor written yet; merging the base model alone would lose the training.",
             code="adapters",
-        )
-
-
-def check_unchanged(opened: Opened) -> None:
-    """Raise :class:`BrokenCheckpoint` when a shard has been written to since it was opened."""
-    now = _stamps(opened.folders)
-    changed = [path.name for path, stamp in opened.stamps.items() if now.get(path) != stamp]
-    if changed:
-        raise BrokenCheckpoint(
-            f"{opened.source.root}: changed while it was read: {listing(changed)}; nothing was written",
-            hint="Is a training run saving here? Wait until it is done.",
-            code="changed-meanwhile",
         )

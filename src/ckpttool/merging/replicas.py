@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpttool.elements import Array, Difference, dtype_of
+from ckpttool.elements import Difference, dtype_of
 from ckpttool.formats.rank import PLAIN
 from ckpttool.merging.result import Copies, Mismatch
 from ckpttool.reading import BAND, Reader
@@ -118,19 +118,3 @@ def _mismatch(tensor: TensorInfo, reference: int, differences: dict[int, Differe
         largest=max(difference.largest for difference in differences.values()),
         nans=max(difference.nans for difference in differences.values()),
     )
-
-
-def differing(reader: Reader, a: TensorInfo, b: TensorInfo) -> str:
-    """Say how two tensors of one checkpoint differ in their bytes; nothing when they do not."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
-    if [p.place for p in a.pieces] == [p.place for p in b.pieces]:
-        return ""
-    dtype, difference = dtype_of(a.dtype), Difference()
-    for box in bands(a.shape, BAND // dtype.itemsize):
-        mine: Array = np.empty(box[1], dtype)
-        other: Array = np.empty(box[1], dtype)
-        reader.read(a, box, mine)
-        reader.read(b, box, other)
-        difference.add(mine, other, a.dtype)
-    return str(difference) if difference.changed else ""

@@ -1,0 +1,111 @@
+"""A family of models: which of its configurations are known, and the tables that map its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from ckpttool.architectures.rules import Block, Copy, Model, Table, Vocabulary, Weight
+from ckpttool.errors import Unmapped
+
+Fields = Mapping[str, tuple[str, ...]]
+
+SIZES: Fields = MappingProxyType(
+    {
+        "layers": ("num_hidden_layers",),
+        "hidden": ("hidden_size",),
+        "heads": ("num_attention_heads",),
+        "groups": ("num_key_value_heads", "num_attention_heads"),
+        "ffn": ("intermediate_size",),
+        "vocab": ("vocab_size",),
+    }
+)
+"""Sizes that every family has, and the fields they are read from: the first one that a configuration has."""
+
+OPTIONAL: Fields = MappingProxyType({"mtp": ("num_nextn_predict_layers",)})
+"""Sizes that are 0 where a configuration does not have them."""
+
+TOP: Table = (
+    Weight("model.embed_tokens.weight", Vocabulary("embedding.word_embeddings.weight"), ("vocab", "hidden")),
+    Weight("model.norm.weight", Copy("decoder.final_layernorm.weight"), ("hidden",)),
+)
+HEAD = Weight("lm_head.weight", Vocabulary("output_layer.weight"), ("vocab", "hidden"))
+
+
+def no_blocks(_model: Model) -> Iterator[Block]:
+    """Yield nothing: the family has nothing beside its layers."""
+    yield from ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family as data.
+
+    ``layer`` returns the table of a layer for a configuration; ``more`` yields blocks beside the layers (multi-token
+    prediction). ``sizes`` adds to the fields that sizes are read from, ``optional`` to those that may be missing,
+    ``sums`` to those that follow from others. ``classifies`` is whether transformers has a class of it with a head for
+    the classification of tokens. ``proven`` is whether a real checkpoint of megatron-core, converted, has given the
+    logits of the model that wrote it.
+    """
+
+    name: str
+    title: str
+    model_types: tuple[str, ...]
+    layer: Callable[[Model, int], Table]
+    more: Callable[[Model], Iterator[Block]] = no_blocks
+    sizes: Fields = field(default_factory=dict)
+    optional: Fields = field(default_factory=dict)
+    sums: Fields = field(default_factory=dict)
+    classifies: bool = True
+    gated_attention: bool = False
+    proven: bool = False
+
+    def blocks(self, model: Model) -> Iterator[Block]:
+        """Yield every block that a model of this configuration has, but for its head."""
+        yield Block("", "", TOP)
+        for n in range(model.size("layers")):
+            yield Block(f"decoder.layers.{n}.", f"model.layers.{n}.", self.layer(model, n))
+        yield from self.more(model)
+
+    def read(self, config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
+        """Return the sizes that a configuration gives, and the field of each.
+
+        Raises :class:`Unmapped` with all fields that are missing or no whole numbers.
+        """
+        sizes: dict[str, int] = {}
+        fields: dict[str, str] = {}
+        lacking = []
+        optional = {**OPTIONAL, **self.optional}
+        for name, places in {**SIZES, **self.sizes, **optional}.items():
+            place = next((place for place in places if _is_size(config.get(place))), None)
+            if place is not None:
+                sizes[name], fields[name] = config[place], place
+            elif name in optional:
+                sizes[name], fields[name] = 0, places[0]
+            else:
+                lacking.append(" or ".join(places))
+        if lacking:
+            raise Unmapped(
+                f"config.json has no {', no '.join(lacking)}, which {self.name} needs",
+                hint="Is it the config.json of this model? Give the directory of the right one: --hf-config DIR.",
+                code="config-lacks",
+            )
+        _add_head_dim(config, sizes, fields)
+        for name, parts in self.sums.items():
+            sizes[name] = sum(sizes[part] for part in parts)
+            fields[name] = " + ".join(fields[part] for part in parts)
+        return sizes, fields
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _add_head_dim(config: Mapping[str, Any], sizes: dict[str, int], fields: dict[str, str]) -> None:
+    if _is_size(config.get("head_dim")):
+        sizes["head_dim"], fields["head_dim"] = config["head_dim"], "head_dim"
+    else:
+        sizes["head_dim"] = sizes["hidden"] // max(sizes["heads"], 1)
+        fields["head_dim"] = "hidden_size / num_attention_heads"

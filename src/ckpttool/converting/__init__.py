@@ -1,0 +1,165 @@
+"""``to-hf``: a Megatron distributed checkpoint to a Hugging Face directory. Planned, checked, then carried out."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpttool.converting import planning
+from ckpttool.converting.choosing import find_archive
+from ckpttool.converting.opening import Opened, open_archive, stamps_of
+from ckpttool.converting.reference import Reference, read_reference
+from ckpttool.converting.result import Conversion, Options
+from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, UsageError
+from ckpttool.export import outputs
+from ckpttool.export.precision import DTYPES, KEPT
+from ckpttool.export.writing import Ready, check_unchanged, give_back, is_replaceable, write
+from ckpttool.plan import Plan, Target, header_faults
+from ckpttool.staging import check_outside, check_space, check_target, clear_stale, free_space
+from ckpttool.tensors import CASTABLE
+from ckpttool.unpickle import collector_paused
+
+__all__ = ["Conversion", "Options", "convert"]
+
+
+def convert(
+    path: Path, output: Path, options: Options, ready: Ready = lambda _total: lambda _bytes: None
+) -> Conversion:
+    """Convert the Megatron archive at or below a path into a new Hugging Face directory.
+
+    ``ready`` is told how many bytes will be written and returns what is told of each part. With ``dry_run`` everything
+    is checked and nothing is written. Raises :class:`BrokenCheckpoint` with all problems when the archive is not whole
+    or holds what is refused, :class:`Unmapped` with everything that does not fit the weight map, :class:`UsageError`
+    for a choice that is the user's, :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
+    """
+    started = time.monotonic()
+    path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links
+    options = _checked(options)
+    archive, notes = find_archive(path, output, options)
+    check_outside(output, [archive])
+    if not options.dry_run:
+        clear_stale(output)
+    check_target(output, force=options.force, replaceable=is_replaceable(output))
+    try:
+        with collector_paused():
+            like = read_reference(Path(options.like)) if options.like is not None else None
+            opened = open_archive(archive, notes, options)
+            check_outside(output, [opened.side_folder, *([Path(options.like)] if options.like is not None else [])])
+            checked = _check(output, opened, like, options)
+    except PermissionError as error:
+        raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
+    give_back()
+    result = _result(output, opened, checked, options)
+    if options.dry_run:
+        return replace(result, bytes_free=free_space(output), seconds=time.monotonic() - started)
+    overflows = write(
+        output,
+        checked.plan,
+        opened.tensors,
+        archive,
+        options,
+        ready(checked.plan.nbytes),
+        lambda: check_unchanged(archive, opened.stamps, stamps_of(opened.source)),
+    )
+    casts = outputs.casts(checked.plan.targets, opened.tensors, overflows)
+    return replace(result, done=True, casts=casts, seconds=time.monotonic() - started)
+
+
+def _checked(options: Options) -> Options:
+    """Return options with torch's name of the dtype; raises :class:`UsageError` for a contradiction in them."""
+    if options.untie and options.drop_lm_head:
+        raise UsageError("--untie and --drop-lm-head ask for opposite things")
+    if options.allow_overflow and options.dtype is None and options.like is None:
+        raise UsageError("--allow-overflow without --dtype or --like: nothing is cast")
+    if options.dtype is None:
+        return options
+    if options.dtype not in DTYPES:
+        raise UsageError(f"dtype {options.dtype}: not one of {', '.join(DTYPES)}")
+    return replace(options, dtype=DTYPES[options.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A plan that holds, and what it took to know."""
+
+    draft: planning.Draft
+    plan: Plan
+    config_changes: tuple[str, ...]
+    notes: tuple[Problem, ...]
+
+
+def _check(output: Path, opened: Opened, like: Reference | None, options: Options) -> _Checked:
+    draft = planning.draft(opened, like, options)
+    if draft.problems:
+        raise _refusal(opened, draft.problems)
+    check_space(output, sum(target.nbytes for target in draft.targets))
+    plan, changes = outputs.directory(
+        draft.targets,
+        draft.dropped,
+        opened.config,
+        opened.side,
+        draft.edits,
+        most=options.max_shard_size,
+        is_buffer=_is_buffer,
+    )
+    if too_long := header_faults(plan.weights):
+        raise _refusal(opened, tuple(too_long))
+    notes = list(draft.notes)
+    if options.dtype is None and like is None:
+        written = outputs.main_dtype(draft.targets, _is_buffer)
+        notes += outputs.dtype_note(written, opened.config, "the checkpoint holds")
+    return _Checked(draft, plan, changes, tuple(notes))
+
+
+def _refusal(opened: Opened, problems: tuple[Problem, ...]) -> BrokenCheckpoint:
+    return BrokenCheckpoint(
+        f"{opened.source.root}: cannot be converted as it is; nothing was written",
+        code=problems[0].code,
+        problems=problems,
+    )
+
+
+def _is_buffer(target: Target) -> bool:
+    """Tell a buffer by its name: an archive does not say which tensors are parameters."""
+    return target.name.endswith(KEPT)
+
+
+def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -> Conversion:
+    plan, draft, source = checked.plan, checked.draft, opened.source
+    written = plan.targets
+    names = dict.fromkeys((*opened.config.model_types[:1], *opened.config.architectures[:1]))
+    by = f" by {source.writer}" if source.writer else ""
+    return Conversion(
+        path=str(source.root),
+        output=str(output),
+        done=False,
+        title=f"Megatron archive of {len(opened.tensors):,} keys, written by {source.ranks:,} ranks{by}",
+        model=", ".join(names),
+        family=draft.family.name,
+        proven=draft.family.proven,
+        layers=draft.model.size("layers"),
+        experts=draft.model.sizes.get("experts", 0),
+        tensors=len(written),
+        parameters=outputs.parameters([t for t in written if not t.twice], _is_buffer),
+        dtypes=outputs.dtypes(plan),
+        files=outputs.output_files(plan),
+        casts=outputs.casts(written, opened.tensors, {}),
+        kept=tuple(
+            target.name
+            for target in written
+            if options.dtype is not None and target.dtype in CASTABLE and target.dtype != options.dtype
+        ),
+        dropped=plan.dropped,
+        skipped=opened.skipped,
+        config_changes=checked.config_changes,
+        side_files_from=str(opened.side_folder),
+        left=opened.side.left,
+        missing=opened.side.missing,
+        notes=(*opened.notes, *checked.notes),
+        bytes_read=sum(opened.tensors[name].nbytes for name in {p.source for t in written for p in t.parts}),
+        bytes_written=plan.nbytes,
+        like=options.like,
+        options=options,
+    )

@@ -1,0 +1,190 @@
+"""Hold a weight map against what is stored: targets, what is missing, what no rule knows. No byte is read here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckpttool.architectures.family import HEAD, Family
+from ckpttool.architectures.rules import (
+    Absent,
+    Block,
+    Contradiction,
+    Copy,
+    Forms,
+    Made,
+    Model,
+    Place,
+    Taken,
+    Undecided,
+    Weight,
+)
+from ckpttool.architectures.slots import Slot
+from ckpttool.converting.reference import Reference
+from ckpttool.errors import Problem
+from ckpttool.formats.findings import ranges
+from ckpttool.plan import Dropped, Target
+
+OUTPUT_LAYER = "output_layer.weight"
+OUTPUT_BIAS = "output_layer.bias"
+SCORE = "score.weight"
+
+_MTP_KEY = re.compile(r"mtp\..*")
+_COMPUTED = re.compile(r"(.*\.)?rotary_pos_emb\.inv_freq|.*\.rotary_emb\.inv_freq")
+
+
+@dataclass(slots=True)
+class Mapped:
+    """What a weight map makes of the slots, and everything that does not fit.
+
+    ``missing`` are targets with the keys that they could be made of; ``unknown`` are slots that nothing is made of.
+    """
+
+    targets: list[Target] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    unknown: list[Slot] = field(default_factory=list)
+    contradictions: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+    value_head: int = 0
+
+
+def map_weights(
+    family: Family, model: Model, slots: Mapping[str, Slot], like: Reference | None, *, labels: int
+) -> Mapped:
+    """Make every target that a model of this configuration has out of the slots.
+
+    ``labels`` is the number of labels of the configuration: an output layer of one row, or of so many that are not
+    the vocabulary, is a value head.
+    """
+    mapped, taken = Mapped(), Taken()
+    for block in family.blocks(model):
+        place = Place(slots, block.of, model, taken)
+        for weight in _weights(block, like):
+            for name, expert in _expanded(block, weight, model):
+                if not block.twice or (like is not None and like.has(name)):
+                    _add(mapped, name, weight, place.of(expert), block.twice)
+    _add_head(mapped, Place(slots, "", model, taken), labels)
+    dropped = {
+        key: Dropped(slots[key].source, "computed", "made anew when it is loaded")
+        for key in slots
+        if _COMPUTED.fullmatch(key)
+    }
+    mapped.dropped += [*taken.cut.values(), *dropped.values()]
+    mapped.unknown = [slot for key, slot in slots.items() if key not in taken.keys and key not in dropped]
+    return mapped
+
+
+def _weights(block: Block, like: Reference | None) -> Iterator[Weight]:
+    """Yield the weights of a block, of two forms the one that the reference has."""
+    for entry in block.table:
+        if isinstance(entry, Forms):
+            packed = like is not None and any(like.has(block.to + weight.name) for weight in entry.packed)
+            yield from entry.packed if packed else entry.usual
+        else:
+            yield entry
+
+
+def _expanded(block: Block, weight: Weight, model: Model) -> Iterator[tuple[str, int]]:
+    """Yield the names of a weight with their experts."""
+    name = block.to + weight.name
+    if "{e}" not in name:
+        yield name, 0
+        return
+    yield from ((name.replace("{e}", str(expert)), expert) for expert in range(model.size("experts")))
+
+
+def _add(mapped: Mapped, name: str, weight: Weight, place: Place, twice: str = "") -> None:
+    try:
+        made = weight.recipe.make(place)
+    except Absent as absent:
+        mapped.missing[name] = str(absent)
+    except Contradiction as contradiction:
+        mapped.contradictions.append(f"{name}: {contradiction}")
+    except Undecided as undecided:
+        mapped.undecided.append(str(undecided))
+    else:
+        shape = place.model.shape(weight.shape)
+        if made.arrangement is None and made.shape != shape:
+            said = place.model.said(*weight.shape)
+            stored = f"{made.origin} gives {list(made.shape)}"
+            mapped.contradictions.append(f"{name}: {stored}, config.json ({said}) wants {list(shape)}")
+        mapped.targets.append(Target(name, _dtype(made), shape, made.parts, made.arrangement, twice))
+
+
+def _dtype(made: Made) -> str:
+    """Return the dtype that loses nothing: what it is stored in, the widest one where its parts differ."""
+    widest = ("float64", "float32", "bfloat16", "float16")
+    return min(made.dtypes, key=lambda name: widest.index(name) if name in widest else 0)
+
+
+def _add_head(mapped: Mapped, place: Place, labels: int) -> None:
+    """Add the head over the vocabulary, or the value head; whether one is missing depends on ties."""
+    slot = place.slots.get(OUTPUT_LAYER)
+    if slot is None:
+        return
+    rows = slot.shape[0] if slot.shape else 0
+    if rows != place.model.size("vocab") and rows in (1, labels):
+        mapped.value_head = rows
+        _add(mapped, SCORE, Weight(SCORE, Copy(OUTPUT_LAYER), (rows, "hidden")), place)
+        if OUTPUT_BIAS in place.slots:
+            _add(mapped, "score.bias", Weight("score.bias", Copy(OUTPUT_BIAS), (rows,)), place)
+        return
+    _add(mapped, HEAD.name, HEAD, place)
+
+
+def counts(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
+    """Yield where the checkpoint and the configuration disagree about layers, experts or predicted tokens."""
+    yield from _layers(model, slots)
+    yield from _experts(model, slots)
+    yield from _mtp(model, slots)
+
+
+def _numbered(slots: Iterable[str], pattern: str) -> set[int]:
+    match = re.compile(pattern).match
+    return {int(found[1]) for found in map(match, slots) if found}
+
+
+def _layers(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
+    stored, wanted = _numbered(slots, r"decoder\.layers\.(\d+)\."), model.size("layers")
+    if stored != set(range(wanted)):
+        held = f"{len(stored)} layers" if stored == set(range(len(stored))) else f"the layers {ranges(stored)}"
+        message = f"the checkpoint has {held}, config.json says {model.said('layers')}"
+        yield Problem(code="layers-disagree", message=message, hint=_WHICH_CONFIG)
+
+
+def _experts(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
+    stored, wanted = _numbered(slots, r".*\.mlp\.experts\.(\d+)\."), model.sizes.get("experts", 0)
+    if stored != set(range(wanted)):
+        held = f"{len(stored)} experts" if stored == set(range(len(stored))) else f"the experts {ranges(stored)}"
+        said = model.said("experts") if wanted else "nothing of experts"
+        message = f"the checkpoint has {held or 'no experts'}, config.json says {said}"
+        yield Problem(code="experts-disagree", message=message, hint=_WHICH_CONFIG)
+
+
+def predictions(slots: Iterable[str]) -> int:
+    """Return how many blocks of multi-token prediction are stored."""
+    return len(_numbered(slots, _MTP_BLOCK))
+
+
+_MTP_BLOCK = r"mtp\.layers\.(\d+)\."
+
+
+def _mtp(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
+    stored, wanted = _numbered(slots, _MTP_BLOCK), model.size("mtp")
+    if stored == set(range(wanted)):
+        return
+    held = f"{len(stored)} of them" if stored else "none"
+    message = f"blocks of multi-token prediction: the checkpoint has {held}, config.json says {model.said('mtp')}"
+    yield Problem(code="mtp-disagree", message=message, hint="To leave them out of model and config: --no-mtp.")
+
+
+_WHICH_CONFIG = "Is it the config.json of this model? Give the directory of the right one: --hf-config DIR."
+
+
+def without_mtp(slots: dict[str, Slot]) -> list[Dropped]:
+    """Take the blocks of multi-token prediction out of the slots; return what was left out by that."""
+    keys = [key for key in slots if _MTP_KEY.fullmatch(key)]
+    sources = dict.fromkeys(slots.pop(key).source for key in keys)
+    return [Dropped(source, "no-mtp", "--no-mtp: no multi-token prediction in the output") for source in sources]

@@ -1,0 +1,146 @@
+"""Open the archive that is meant and what lies beside it, and refuse, with all reasons, what is no whole checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpttool.converting.choosing import find_side_folder
+from ckpttool.converting.result import Options, Skipped
+from ckpttool.converting.settings import arguments
+from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped, UsageError
+from ckpttool.export.config import ModelConfig, read_side_config
+from ckpttool.export.side_files import SideFiles, find_side_files
+from ckpttool.export.writing import Stamps, give_back, stamps
+from ckpttool.formats import dcp, hf
+from ckpttool.formats.findings import counted, listing
+from ckpttool.tensors import TensorInfo
+
+_REASONS = {
+    "optimizer": "the state of the optimizer",
+    "rng": "states of random generators",
+    "extra_state": "Transformer Engine's own state",
+    "scheduler": "the state of the scheduler",
+    "dataloader": "the state of the data loader",
+    "trainer": "the state of the trainer",
+    "common": "settings of the run",
+    "model": "pickled objects, no tensors",
+}
+_NOT_IN_THE_WAY = ("common-missing", "not-finalised")
+"""What Megatron's own loader refuses: the index is complete without it, and every tensor is checked against that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The archive and what lies beside it; ``tensors`` are those of the model, by their keys."""
+
+    source: dcp.DcpSource
+    tensors: Mapping[str, TensorInfo]
+    skipped: Mapping[str, Skipped]
+    config: ModelConfig
+    side_folder: Path
+    side: SideFiles
+    notes: tuple[Problem, ...]
+    stamps: Stamps
+
+
+def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) -> Opened:
+    """Read all indexes and refuse, with everything that is wrong, what is no whole Megatron model."""
+    source = dcp.open_(archive)
+    problems = [_sorted_out(problem) for problem in source.problems]
+    _refuse(source, problems)
+    tensors = {name: t for name, t in source.tensors.items() if source.part_of(name) == "model"}
+    if not tensors:
+        raise _no_weights(source)
+    side_folder = find_side_folder(archive, options)
+    config, faults = read_side_config(side_folder, given=options.hf_config is not None)
+    if faults and side_folder is not None:
+        raise BrokenCheckpoint(f"{side_folder}: {faults[0].message}", hint=faults[0].hint, code=faults[0].code)
+    if config is None or side_folder is None:
+        raise _no_config(source)
+    give_back()
+    return Opened(
+        source=source,
+        tensors=tensors,
+        skipped=_skipped(source),
+        config=config,
+        side_folder=side_folder,
+        side=find_side_files(side_folder, config, crowded=side_folder == archive),
+        notes=(*notes, *(p for p in problems if p.severity == "note" and p.code != "unknown-file")),
+        stamps=stamps_of(source),
+    )
+
+
+def stamps_of(source: dcp.DcpSource) -> Stamps:
+    """Return size and time of the index and of every data file that holds a part of the model."""
+    files = {p.place.file for name, t in source.tensors.items() if source.part_of(name) == "model" for p in t.pieces}
+    return stamps(source.root / name for name in (dcp.METADATA_FILE, *sorted(files)))
+
+
+def _sorted_out(problem: Problem) -> Problem:
+    return replace(problem, severity="note") if problem.code in _NOT_IN_THE_WAY else problem
+
+
+def _refuse(source: dcp.DcpSource, problems: list[Problem]) -> None:
+    faults = [problem for problem in problems if problem.severity == "error"]
+    if faults:
+        raise BrokenCheckpoint(
+            f"{source.root}: cannot be converted; nothing was written",
+            hint="Mend or complete what is listed, then run again.",
+            code="broken-source",
+            problems=faults,
+        )
+    backend = (source.backend or {}).get("sharded_backend", dcp.TORCH_DIST)
+    if backend != dcp.TORCH_DIST:
+        raise Unmapped(
+            f"{source.root}: saved with the back end {backend!r}; only {dcp.TORCH_DIST} is read",
+            hint="Save it with --ckpt-format torch_dist, by the Megatron that wrote it.",
+            code="other-backend",
+        )
+    adapters = [name for name in source.tensors if source.part_of(name) == "adapter"]
+    if adapters:
+        raise Unmapped(
+            f"{source.root}: holds PEFT adapters ({counted(len(adapters), 'tensor')}: {listing(adapters, 2)})",
+            hint="Merge them into the model with the trainer that wrote them, and save again: adapters are neither "
+            "fused nor written yet, and the base model alone would lose the training.",
+            code="adapters",
+        )
+    if source.format != dcp.TORCH_DIST:
+        raise NotACheckpoint(
+            f"{source.root}: a plain distributed checkpoint of torch, not one of Megatron",
+            hint=f"More about it: ckpttool inspect {shlex.quote(str(source.root))}",
+        )
+
+
+def _no_weights(source: dcp.DcpSource) -> NotACheckpoint:
+    parts = sorted({source.part_of(name) for name in (*source.tensors, *source.objects)})
+    beside = (source.root.parent / "huggingface", source.root.parent.parent / "model" / "huggingface")
+    written = [p for p in beside if p.is_dir() and hf.weight_files(x.name for x in p.iterdir())]
+    hint = f"They are in Hugging Face form already: {written[0]}. Nothing needs converting." if written else ""
+    return NotACheckpoint(
+        f"{source.root}: no weights of a model in it, but {listing(parts)}",
+        hint=hint or f"More about it: ckpttool inspect {shlex.quote(str(source.root))}",
+        code="no-weights",
+    )
+
+
+def _no_config(source: dcp.DcpSource) -> UsageError:
+    trained = arguments(source).get("hf_checkpoint")
+    was = f" The run was started from {trained}." if isinstance(trained, str) else ""
+    return UsageError(
+        f"{source.root}: no config.json in or beside it, which says what model this is",
+        hint=f"Give the directory of the model that was trained: --hf-config DIR.{was}",
+    )
+
+
+def _skipped(source: dcp.DcpSource) -> dict[str, Skipped]:
+    tensors = Counter(map(source.part_of, source.tensors))
+    objects = Counter(map(source.part_of, source.objects))
+    tensors.pop("model", None)
+    return {
+        part: Skipped(tensors=tensors[part], objects=objects[part], reason=_REASONS.get(part, part))
+        for part in sorted({*tensors, *objects})
+    }

@@ -1,0 +1,105 @@
+"""A reference model: the names, the form of the experts and the dtypes that an output is to have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint
+from ckpttool.formats import hf
+from ckpttool.formats.jsonfile import INDEX_MOST, read_object
+from ckpttool.inspection.search import require_directory
+from ckpttool.tensors import CASTABLE, Index
+
+_SCALES = re.compile(
+    r".*(_scale|_scale_inv|_scales|_zero_point|qzeros|g_idx|_blocks|input_scale|_absmax|_packed|_shape)"
+)
+"""Names of what quantised weights carry along; a plain weight has none of it."""
+
+_COMPUTED = re.compile(r".*rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Names with their dtype and shape, as far as headers say; ``None`` where only an index is there.
+
+    Names are those of weight maps; ``renamed`` has those that the reference has another one for.
+    """
+
+    path: str
+    tensors: Mapping[str, tuple[str, Index] | None]
+    renamed: Mapping[str, str]
+
+    def dtype(self, name: str) -> str | None:
+        """Return the plain floating dtype that a tensor has there, if it has one."""
+        known = self.tensors.get(name)
+        return known[0] if known is not None and known[0] in CASTABLE else None
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """What an output has to hold: every name but scales of quantised weights and what is computed when loading."""
+        return frozenset(n for n in self.tensors if not _SCALES.fullmatch(n) and not _COMPUTED.fullmatch(n))
+
+    def has(self, name: str) -> bool:
+        """Tell whether a tensor is there, be it quantised under other names."""
+        return name in self.tensors or any(f"{name}{suffix}" in self.tensors for suffix in ("_blocks", "_packed"))
+
+    @property
+    def quantised(self) -> frozenset[str]:
+        """Tensors that only quantised weights have."""
+        return frozenset(n for n in self.tensors if _SCALES.fullmatch(n))
+
+
+def read_reference(folder: Path) -> Reference:
+    """Read the index and the headers of a model directory; no weight is read.
+
+    Raises :class:`NotACheckpoint` for a directory without either.
+    """
+    require_directory(folder)
+    tensors: dict[str, tuple[str, Index] | None] = {}
+    for index in hf.INDEXES:
+        if (folder / index).is_file():
+            names = read_object(folder / index, INDEX_MOST).get("weight_map")
+            if not isinstance(names, dict):
+                raise BrokenCheckpoint(f"--like {folder}: {index} has no weight_map", code="bad-json")
+            tensors = dict.fromkeys(map(str, names))
+            break
+    for file in hf.weight_files(path.name for path in folder.iterdir()):
+        try:
+            tensors |= {name: (t.dtype, t.shape) for name, t in hf.read_weights(folder / file).items()}
+        except CkpttoolError as error:
+            if not tensors:
+                raise
+            del error  # a pointer of a large-file store, or half a download: the index has the names
+    if not tensors:
+        raise NotACheckpoint(
+            f"--like {folder}: neither an index nor weights in it",
+            hint="Give the directory of a model as it is on the hub; its index and headers suffice.",
+        )
+    prefix = _prefix(tensors)
+    usual = {_usual(name, prefix): name for name in tensors}
+    renamed = {name: theirs for name, theirs in usual.items() if name != theirs}
+    return Reference(str(folder), {name: tensors[theirs] for name, theirs in usual.items()}, renamed)
+
+
+_EMBEDDINGS = "embed_tokens.weight"
+_MODEL = "model."
+
+
+def _prefix(names: Iterable[str]) -> str:
+    """Return what stands before the names of the language model: ``model.``, nothing, ``language_model.model.``."""
+    found = sorted((name for name in names if name.endswith(_EMBEDDINGS) and ".layers." not in name), key=len)
+    return found[0].removesuffix(_EMBEDDINGS) if found else _MODEL
+
+
+def _usual(name: str, prefix: str) -> str:
+    """Return the name that a weight map has for a tensor of a reference."""
+    if prefix == _MODEL:
+        return name
+    if prefix.endswith("." + _MODEL) and name.startswith(prefix.removesuffix(_MODEL)):
+        return name.removeprefix(prefix.removesuffix(_MODEL))  # language_model.model., and its lm_head
+    if name.startswith(("lm_head.", "score.")) or not name.startswith(prefix):
+        return name
+    return _MODEL + name.removeprefix(prefix)

@@ -1,0 +1,62 @@
+"""What ``to-hf`` is asked and what it answers, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ckpttool.export.result import Export, ExportOptions
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(ExportOptions):
+    """How to convert. ``like`` is the directory of a reference model, ``arch`` the name of a weight map.
+
+    ``architecture`` is the class that the config is made to name; ``mtp`` is whether blocks of multi-token prediction
+    are written.
+    """
+
+    WORDS: ClassVar[tuple[str, ...]] = (
+        *("hf_config", "like", "arch", "architecture", "producer", "dtype", "max_shard_size", "threads"),
+    )
+
+    like: str | None = None
+    arch: str | None = None
+    architecture: str | None = None
+    producer: str = AUTO
+    mtp: bool = True
+
+    def flags(self) -> Iterator[str]:
+        """Yield the options as one types them; see :meth:`ExportOptions.flags`."""
+        yield from ExportOptions.flags(self)
+        if not self.mtp:
+            yield "--no-mtp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """What an archive holds beside the model and is not written: how many tensors and pickled objects, and why."""
+
+    tensors: int
+    objects: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion(Export):
+    """What a conversion does or did.
+
+    ``family`` is the weight map, ``proven`` whether a real checkpoint has shown it to be right; ``skipped`` says by
+    part what of the archive is no part of the model.
+    """
+
+    options: Options
+    family: str
+    proven: bool
+    layers: int
+    experts: int
+    skipped: Mapping[str, Skipped] = field(default_factory=dict)
+    like: str | None = None

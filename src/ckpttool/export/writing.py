@@ -1,0 +1,85 @@
+"""Write a plan into a directory that appears complete or not at all, while nobody writes to its sources."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ckpttool.errors import BrokenCheckpoint, Problem
+from ckpttool.export.result import ExportOptions
+from ckpttool.export.side_files import is_of_a_model
+from ckpttool.formats import hf
+from ckpttool.formats.findings import counted, listing
+from ckpttool.plan import Plan
+from ckpttool.sink import execute
+from ckpttool.staging import staged
+from ckpttool.tensors import TensorInfo
+
+Progress = Callable[[int], None]
+Ready = Callable[[int], Progress]
+Stamps = Mapping[Path, tuple[int, int]]
+
+
+def stamps(paths: Iterable[Path]) -> Stamps:
+    """Return size and time of files, to see afterwards whether a trainer has written to them meanwhile."""
+    found = {}
+    for path in paths:
+        with suppress(OSError):  # it is told of by whoever reads it
+            info = path.stat()
+            found[path] = info.st_size, info.st_mtime_ns
+    return found
+
+
+def check_unchanged(root: Path, before: Stamps, now: Stamps) -> None:
+    """Raise :class:`BrokenCheckpoint` when a source has been written to since it was opened."""
+    changed = [path.name for path, stamp in before.items() if now.get(path) != stamp]
+    if changed:
+        raise BrokenCheckpoint(
+            f"{root}: changed while it was read: {listing(changed)}; nothing was written",
+            hint="Is a training run saving here? Wait until it is done.",
+            code="changed-meanwhile",
+        )
+
+
+def write(
+    output: Path,
+    plan: Plan,
+    sources: Mapping[str, TensorInfo],
+    root: Path,
+    options: ExportOptions,
+    progress: Progress,
+    check: Callable[[], None],
+) -> Mapping[str, int]:
+    """Write a plan; ``check`` is called before the directory gets its name. Returns what became infinite, by target."""
+    with staged(output, force=options.force) as folder:
+        overflows = execute(plan, sources, root, folder, threads=options.threads, progress=progress)
+        if overflows and not options.allow_overflow:
+            raise BrokenCheckpoint(
+                f"{root}: {sum(overflows.values()):,} finite values do not fit into the dtype asked for; "
+                "nothing was written",
+                hint="Write bf16 or fp32 (--dtype), or let them become infinite: --allow-overflow.",
+                code="overflow",
+                problems=[
+                    Problem(code="overflow", message=f"{name}: {counted(lost, 'value')} would become infinite")
+                    for name, lost in overflows.items()
+                ],
+            )
+        check()
+    return overflows
+
+
+def is_replaceable(output: Path) -> bool:
+    """Tell whether ``--force`` may take away what is there: a model and nothing else, or nothing at all."""
+    with suppress(OSError):
+        names = os.listdir(output) if output.is_dir() and not output.is_symlink() else ["no directory"]
+        return all(is_of_a_model(name) for name in names) and (not names or hf.detect(output) is not None)
+    return False
+
+
+def give_back() -> None:
+    """Let the allocator return what reading the indexes took: the bands that are moved next need it more."""
+    with suppress(OSError, AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
