@@ -59,6 +59,30 @@ def test_state_of_a_value_head_is_a_score(family: str, tmp_path: Path) -> None:
     check(tmp_path / "role", written)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "stacked"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}, True),
+        ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}, True),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, False),
+        ("deepseek_v2", {"first_k_dense_replace": 0, "q_lora_rank": 20}, True),
+        ("deepseek_v3", {"num_nextn_predict_layers": 2}, False),
+        ("qwen3_next", {"decoder_sparse_step": 2}, False),
+    ],
+)
+def test_configurations_may_change(family: str, changes: dict[str, object], stacked: bool, tmp_path: Path) -> None:
+    written = write_role(tmp_path / "role", family, norms="local", config=changes)
+    assert stacked == any(key.startswith("decoder.layers.self_attention.") for key in written.entries)
+    check(tmp_path / "role", written)
+
+
+def test_layers_of_further_tokens_may_be_left_out(tmp_path: Path) -> None:
+    for family in ("deepseek_v3", "glm4_moe", "qwen3_next"):
+        written = write_role(tmp_path / family, family, mtp=0)
+        assert not any(key.startswith("mtp.") for key in written.entries)
+        assert not any(is_mtp(name, 4 if family == "qwen3_next" else 3) for name in written.state)
+
+
 def test_bfloat16_is_exact_and_keeps_the_expert_bias(tmp_path: Path) -> None:
     for family in ("deepseek_v3", "qwen3_next"):
         written = write_role(tmp_path / family / "role", family, dtype=torch.bfloat16)
