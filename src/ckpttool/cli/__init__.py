@@ -14,6 +14,7 @@ from typing import Annotated
 from typer import Context, Exit, Option, Typer
 
 from ckpttool import __version__
+from ckpttool.cli.convert import to_hf
 from ckpttool.cli.demo import demo
 from ckpttool.cli.inspect import EVERY_TENSOR, inspect
 from ckpttool.cli.merge import merge_fsdp
@@ -34,6 +35,7 @@ app = Typer(
 app.command("inspect", cls=PlainCommand, short_help="What is it, is it whole, what is in it, what next.")(inspect)
 app.command("migrate", cls=PlainCommand, short_help="Megatron layout v1 of verl to v2, in place.")(migrate)
 app.command("merge-fsdp", cls=PlainCommand, short_help="FSDP shards to a Hugging Face directory.")(merge_fsdp)
+app.command("to-hf", cls=PlainCommand, short_help="A Megatron checkpoint to a Hugging Face directory.")(to_hf)
 app.command("demo", cls=PlainCommand, short_help="Try the commands on small real checkpoints.")(demo)
 
 INTERRUPTED = 130

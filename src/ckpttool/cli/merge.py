@@ -9,10 +9,14 @@ from typer import Argument, Context, Exit, Option
 
 from ckpttool.cli.complete import of_words
 from ckpttool.cli.options import (
+    AllowOverflow,
     Color,
     DryRun,
+    Dtype,
     Force,
+    HfConfig,
     Json,
+    MaxShardSize,
     NoProgress,
     Output,
     Quiet,
@@ -27,7 +31,6 @@ from ckpttool.cli.options import (
     size_of,
 )
 
-DTYPES = ("bf16", "fp16", "fp32")
 ON_MISMATCH = ("error", "rank0")
 
 
@@ -39,30 +42,11 @@ def merge_fsdp(
         list[str] | None,
         Option("--input", metavar="DIR", help="A further directory of the same save (another node's); repeatable."),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        Option(
-            "--dtype",
-            metavar="|".join(DTYPES),
-            help="Cast floating parameters. Default: every tensor keeps its dtype.",
-            autocompletion=of_words(DTYPES),
-        ),
-    ] = None,
+    dtype: Dtype = None,
     cast_buffers: Annotated[bool, Option("--cast-buffers", help="With --dtype: cast buffers, too.")] = False,
-    allow_overflow: Annotated[
-        bool, Option("--allow-overflow", help="With --dtype: let values that do not fit become infinite.")
-    ] = False,
-    max_shard_size: Annotated[
-        str, Option("--max-shard-size", metavar="SIZE", help="Most bytes of tensors in one output file: 5GB, 500MB.")
-    ] = "5GB",
-    hf_config: Annotated[
-        str | None,
-        Option(
-            "--hf-config",
-            metavar="DIR",
-            help="Where config, tokenizer and code are taken from.",
-        ),
-    ] = None,
+    allow_overflow: AllowOverflow = False,
+    max_shard_size: MaxShardSize = "5GB",
+    hf_config: HfConfig = None,
     untie: Annotated[
         bool,
         Option("--untie", help="lm_head has diverged from tied embeddings: write both, untie the config."),

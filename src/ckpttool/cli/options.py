@@ -45,6 +45,26 @@ Threads = Annotated[
 ]
 Verbose = Annotated[bool, Option("--verbose", "-v", help="Show every name where otherwise there are a few, or counts.")]
 
+DTYPES = ("bf16", "fp16", "fp32")
+Dtype = Annotated[
+    str | None,
+    Option(
+        "--dtype",
+        metavar="|".join(DTYPES),
+        help="Cast floating parameters. Default: every tensor keeps its dtype.",
+        autocompletion=of_words(DTYPES),
+    ),
+]
+AllowOverflow = Annotated[
+    bool, Option("--allow-overflow", help="With --dtype: let values that do not fit become infinite.")
+]
+MaxShardSize = Annotated[
+    str, Option("--max-shard-size", metavar="SIZE", help="Most bytes of tensors in one output file: 5GB, 500MB.")
+]
+HfConfig = Annotated[
+    str | None, Option("--hf-config", metavar="DIR", help="Where config, tokenizer and code are taken from.")
+]
+
 LEAST_BARE = 1_000_000
 """Numbers without a unit below this are taken for gigabytes that lack their unit."""
 

@@ -11,7 +11,7 @@ from ckpttool.errors import UsageError
 from ckpttool.inspection.result import Inspection, Suggestion
 from ckpttool.layout import step_of
 
-COMMANDS = frozenset({"demo", "inspect", "merge-fsdp", "migrate"})
+COMMANDS = frozenset({"demo", "inspect", "merge-fsdp", "migrate", "to-hf"})
 """The commands that exist; only these are suggested."""
 
 

@@ -1,0 +1,152 @@
+"""``ckpttool to-hf``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from typer import Argument, Context, Exit, Option
+
+from ckpttool.cli.complete import of_words
+from ckpttool.cli.options import (
+    AllowOverflow,
+    Color,
+    DryRun,
+    Dtype,
+    Force,
+    HfConfig,
+    Json,
+    MaxShardSize,
+    NoProgress,
+    Quiet,
+    Role,
+    Step,
+    Threads,
+    Verbose,
+    check_color,
+    check_path,
+    count_of,
+    one_of,
+    size_of,
+)
+from ckpttool.cli.session import Session
+from ckpttool.errors import UsageError
+
+PRODUCERS = ("auto", "nvidia", "swift")
+
+
+def to_hf(
+    ctx: Context,
+    path: Annotated[
+        str | None, Argument(help="A Megatron archive (iter_*, dist_ckpt), or the role, step or run that has one.")
+    ] = None,
+    output: Annotated[
+        str | None, Option("--output", "-o", metavar="DIR", help="The directory to write; it must not exist.")
+    ] = None,
+    hf_config: HfConfig = None,
+    like: Annotated[
+        str | None,
+        Option("--like", metavar="DIR", help="A reference model: names, form of experts and dtypes are those of it."),
+    ] = None,
+    arch: Annotated[
+        str | None, Option("--arch", metavar="NAME", help="Which weight map, whatever config.json says.")
+    ] = None,
+    architecture: Annotated[
+        str | None, Option("--architecture", metavar="NAME", help="The class that config.json is to name.")
+    ] = None,
+    producer: Annotated[
+        str,
+        Option(
+            "--producer",
+            metavar="|".join(PRODUCERS),
+            help="Who ordered the rows of a gated attention: Megatron-Core and its bridges, or ms-swift.",
+            autocompletion=of_words(PRODUCERS),
+        ),
+    ] = "auto",
+    no_mtp: Annotated[bool, Option("--no-mtp", help="Leave multi-token prediction out of weights and config.")] = False,
+    dtype: Dtype = None,
+    allow_overflow: AllowOverflow = False,
+    max_shard_size: MaxShardSize = "5GB",
+    untie: Annotated[
+        bool,
+        Option("--untie", help="output_layer has diverged from tied embeddings: write both, untie the config."),
+    ] = False,
+    drop_lm_head: Annotated[
+        bool, Option("--drop-lm-head", help="output_layer has diverged: write the embeddings alone.")
+    ] = False,
+    step: Step = None,
+    role: Role = None,
+    list_architectures: Annotated[
+        bool, Option("--list-architectures", help="List the weight maps that are known, and exit.")
+    ] = False,
+    threads: Threads = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_progress: NoProgress = False,
+    color: Color = "auto",
+) -> None:
+    """Convert a Megatron distributed checkpoint into a Hugging Face directory that from_pretrained loads.
+
+    Runs on a CPU with neither torch nor megatron, in memory that does not grow with the model; any layout of ranks,
+    megatron-core 0.12 to 0.19. The map of weights is chosen by config.json (--list-architectures shows all); every
+    tensor is written once or left out by a rule that is told. The output is complete or absent. Exit codes: 0 done,
+    2 wrong usage or a choice that is yours, 3 no Megatron checkpoint or several of them, 4 broken or refused, 5 does
+    not fit a weight map (everything that does not is listed), 6 cannot write there, 7 a file would run code.
+    """
+    session: Session = ctx.obj
+    session.begin("to-hf", json=json, color=check_color(color))
+    if list_architectures:
+        _list(session, json=json)
+    if path is None or output is None:
+        raise UsageError(
+            "a checkpoint and an output are needed" if path is None else "an output is needed",
+            hint="ckpttool to-hf CHECKPOINT -o OUTPUT; ckpttool to-hf --help tells more.",
+        )
+    session.when_stopped = f"stopped; nothing was written to {output}"
+    from ckpttool.converting import Options, convert
+    from ckpttool.export.precision import DTYPES
+    from ckpttool.render.converting import show_conversion
+    from ckpttool.render.terminal import envelope, progress, watching
+
+    options = Options(
+        step=step,
+        role=role,
+        dtype=None if dtype is None else one_of("--dtype", dtype, tuple(DTYPES)),
+        allow_overflow=allow_overflow,
+        untie=untie,
+        drop_lm_head=drop_lm_head,
+        hf_config=None if hf_config is None else str(check_path(hf_config)),
+        like=None if like is None else str(check_path(like)),
+        arch=arch,
+        architecture=architecture,
+        producer=one_of("--producer", producer, PRODUCERS),
+        mtp=not no_mtp,
+        max_shard_size=size_of("--max-shard-size", max_shard_size),
+        threads=Options().threads if threads is None else count_of("--threads", threads),
+        force=force,
+        dry_run=dry_run,
+    )
+    shown = not (no_progress or quiet or json)
+    with watching(session.err, shown=shown), progress("written", session.err, shown=shown) as bar:
+        result = convert(check_path(path), check_path(output), options, bar)
+    if json:
+        sys.stdout.write(envelope("to-hf", ok=True, data=result.as_json(), problems=result.notes) + "\n")
+    else:
+        show_conversion(result, session.out, quiet=quiet, verbose=verbose)
+    raise Exit(0)
+
+
+def _list(session: Session, *, json: bool) -> None:
+    from ckpttool.architectures import FAMILIES
+    from ckpttool.render.converting import architectures_data, show_architectures
+    from ckpttool.render.terminal import envelope
+
+    if json:
+        data = {"architectures": architectures_data(FAMILIES)}
+        sys.stdout.write(envelope("to-hf", ok=True, data=data, problems=()) + "\n")
+    else:
+        show_architectures(FAMILIES, session.out)
+    raise Exit(0)
