@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import checkpoints, linking, merging
-from benchmarks.measure import TYPER, compare, run
+from benchmarks import checkpoints, converting, linking, merging
+from benchmarks.measure import TYPER, compare, require_room, run
 
 COMPLETION = {
     "_CKPTTOOL_COMPLETE": "complete_bash",
@@ -50,6 +50,11 @@ def merge(folder: Path, ckpttool: str, runs: int) -> bool:
     return merging.measure(folder, ckpttool, max(runs // 2, 5))
 
 
+def convert(folder: Path, ckpttool: str, runs: int) -> bool:
+    """Measure ``to-hf``: half the runs, as they write gigabytes too."""
+    return converting.measure(folder, ckpttool, max(runs // 2, 5))
+
+
 def migrate(folder: Path, ckpttool: str, runs: int) -> bool:
     """Measure ``migrate`` on an archive of many files."""
     role = folder / "global_step_1" / "actor"
@@ -61,8 +66,10 @@ PARTS: Mapping[str, Callable[[Path, str, int], bool]] = {
     "start": start,
     "inspect": inspect,
     "merge": merge,
+    "convert": convert,
     "migrate": migrate,  # last, as it plans in this process: one started later would report its memory as its own
 }
+ROOM: Mapping[str, int] = {"merge": merging.FREE_GB, "convert": converting.FREE_GB}
 
 
 def main() -> int:
@@ -74,12 +81,12 @@ def main() -> int:
     options = parser.parse_args()
     if not options.folder.is_dir():
         parser.error(f"{options.folder} is not a folder")
-    if options.only in (None, "merge"):
-        merging.require_room(options.folder)
+    names = [options.only] if options.only else list(PARTS)
+    for name in ROOM.keys() & names:
+        require_room(name, options.folder, ROOM[name])
     ckpttool = str(Path(sys.executable).with_name("ckpttool"))
-    parts = [PARTS[options.only]] if options.only else PARTS.values()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        kept = [part(Path(folder), ckpttool, options.runs) for part in parts]
+        kept = [PARTS[name](Path(folder), ckpttool, options.runs) for name in names]
     return 0 if all(kept) else 1
 
 

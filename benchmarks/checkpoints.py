@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 VALUES = 1 << 25
-"""How many random values the tensors of ``qwen2_role`` are cut from; its largest shard has half as many."""
+"""How many random values the tensors of a checkpoint are cut from; the largest record has to be smaller."""
 
 
 def fsdp_role(path: Path, *, ranks: int = 8, layers: int = 28, hidden: int = 64) -> int:
@@ -26,8 +26,8 @@ def fsdp_role(path: Path, *, ranks: int = 8, layers: int = 28, hidden: int = 64)
     return len(shapes)
 
 
-def qwen2_role(path: Path, *, layers: int, dtype: str, ranks: int = 4) -> int:
-    """Write FSDP2 shards of a Qwen2 of hidden size 2048 with random values, and return how many tensors it has.
+def windows(dtype: str) -> Callable[..., Any]:
+    """Return what makes a tensor of random values of a shape.
 
     Every tensor is a window of its own on one stretch of random values, which torch saves as a storage of its own:
     writing is quick, no two pages are alike, and memory does not grow with the checkpoint.
@@ -43,8 +43,13 @@ def qwen2_role(path: Path, *, layers: int, dtype: str, ranks: int = 4) -> int:
         start = next(starts) % (VALUES - size) * values.itemsize
         return torch.frombuffer(buffer, dtype=values.dtype, count=size, offset=start).view(shape)
 
+    return window
+
+
+def qwen2_role(path: Path, *, layers: int, dtype: str, ranks: int = 4) -> int:
+    """Write FSDP2 shards of a Qwen2 of hidden size 2048 with random values, and return how many tensors it has."""
     shapes = _qwen2_shapes(layers)
-    _play(path, shapes, ranks, window)
+    _play(path, shapes, ranks, windows(dtype))
     config = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

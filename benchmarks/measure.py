@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 TYPER = (sys.executable, "-c", "import typer")
 """The yardstick for start-up: what any Typer program pays before its first line."""
@@ -80,3 +82,22 @@ def median_run(runs: Sequence[Run]) -> Run:
         statistics.median(r.cpu for r in runs),
         statistics.median(r.peak for r in runs),
     )
+
+
+def take_away(folder: Path) -> int:
+    """Remove a folder and return how many bytes its files had, once the file system is done with them."""
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    shutil.rmtree(folder)
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)  # or freeing the blocks would be part of the next command's own fsync
+    finally:
+        os.close(parent)
+    return size
+
+
+def require_room(part: str, folder: Path, needed: int) -> None:
+    """End the program with a message when a folder has too few GB free for the checkpoints of a part."""
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < needed:
+        sys.exit(f"{part}: {folder} has {free:.0f} GB free, {needed} are needed; name another with --folder")

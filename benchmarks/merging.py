@@ -8,14 +8,14 @@ before the next one starts, untimed. The shards hold random values and are writt
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.bars import Limits, Measured, print_bar
 from benchmarks.checkpoints import write
-from benchmarks.measure import Run, median_run, run
+from benchmarks.measure import Run, require_room, run, take_away
 
 FREE_GB = 25
 """What has to be free. The largest checkpoint and what is merged from it take 18 GB together."""
@@ -51,39 +51,18 @@ SAME = Case("bf16", None, "cat and sync", CAT, 1.5)
 CAST = Case("fp32", "bf16", "cp and sync", COPY, 2.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Counted runs of the three commands, round by round."""
-
-    ours: list[Run]
-    copy: list[Run]
-    torch: list[Run]
-
-    @property
-    def peak(self) -> float:
-        """MiB of the run of ours that needed most."""
-        return max(r.peak for r in self.ours)
-
-
-def require_room(folder: Path) -> None:
-    """End the program with a message when the checkpoints have too little room in a folder."""
-    free = shutil.disk_usage(folder).free / 1e9
-    if free < FREE_GB:
-        sys.exit(f"merge-fsdp: {folder} has {free:.0f} GB free, {FREE_GB} are needed; name another with --folder")
-
-
 def measure(folder: Path, ckpttool: str, runs: int) -> bool:
     """Print seconds and memory of all commands and one line a bar; return whether all bars are kept."""
-    require_room(folder)
+    require_room("merge", folder, FREE_GB)
     same, same_kept = _case(SAME, folder, ckpttool, runs)
     _, cast_kept = _case(CAST, folder, ckpttool, runs)
     larger, out = folder / "larger", folder / "merged"
     _shards("bf16, four times the layers", larger)
     peak = run(SAME.ours(ckpttool, larger, out)).peak
-    read, _ = _take_away(larger), _take_away(out)
+    read, _ = take_away(larger), take_away(out)
     growth = peak / statistics.median(r.peak for r in same.ours)
     kept = growth <= GROWTH
-    _print_bar(f"{SAME.title}, memory at {read / 1e9:.1f} GB", f"{peak:.0f} MiB, ratio {growth:.2f}", f"{GROWTH}", kept)
+    print_bar(f"{SAME.title}, memory at {read / 1e9:.1f} GB", f"{peak:.0f} MiB, ratio {growth:.2f}", f"{GROWTH}", kept)
     return same_kept and cast_kept and kept
 
 
@@ -100,17 +79,16 @@ def _case(case: Case, folder: Path, ckpttool: str, runs: int) -> tuple[Measured,
     for _ in range(runs + 1):
         for name, command in commands.items():
             done[name].append(run(command))
-            written[name] = _take_away(out)
+            written[name] = take_away(out)
     if abs(written["ours"] - written["torch"]) > 1 << 20:  # what headers and other files may add
         raise RuntimeError(f"{case.title} wrote {written['ours']:,} bytes, torch {written['torch']:,}")
     print(
-        f"{case.title}: {_take_away(role) / 1e9:.1f} GB in {len(shards)} shards, {written['torch'] / 1e9:.1f} GB merged"
+        f"{case.title}: {take_away(role) / 1e9:.1f} GB in {len(shards)} shards, {written['torch'] / 1e9:.1f} GB merged"
     )
-    for name, every in done.items():
-        middle = median_run(every[1:])
-        print(f"  {name:<12} {middle.wall:7.2f} s {middle.peak:6.0f} MiB")
     measured = Measured(*(every[1:] for every in done.values()))
-    return measured, _bars(case, measured)
+    measured.print_runs(case.copy)
+    limits = Limits(case.limit, FASTER_THAN_TORCH, PART_OF_TORCH_PEAK, PEAK_MIB)
+    return measured, measured.print_bars(case.title, case.copy, limits)
 
 
 def _shards(kind: str, role: Path) -> list[str]:
@@ -118,42 +96,6 @@ def _shards(kind: str, role: Path) -> list[str]:
     shards = sorted(map(str, role.glob("*.pt")))
     run(["sync", *shards])  # or the kernel would write them out while the first commands run
     return shards
-
-
-def _bars(case: Case, measured: Measured) -> bool:
-    slower = statistics.median(a.wall / b.wall for a, b in zip(measured.ours, measured.copy, strict=True))
-    faster = statistics.median(b.wall / a.wall for a, b in zip(measured.ours, measured.torch, strict=True))
-    part = measured.peak / statistics.median(r.peak for r in measured.torch)
-    bars = (
-        (f"time against {case.copy}", f"ratio {slower:.2f}", f"{case.limit}", slower <= case.limit),
-        (
-            "torch's time against ours",
-            f"ratio {faster:.2f}",
-            f"{FASTER_THAN_TORCH} or more",
-            faster >= FASTER_THAN_TORCH,
-        ),
-        ("memory against torch", f"ratio {part:.2f}", f"{PART_OF_TORCH_PEAK}", part <= PART_OF_TORCH_PEAK),
-        ("memory", f"{measured.peak:.0f} MiB", f"{PEAK_MIB:.0f}", measured.peak <= PEAK_MIB),
-    )
-    for name, value, limit, kept in bars:
-        _print_bar(f"{case.title}, {name}", value, limit, kept)
-    return all(kept for *_, kept in bars)
-
-
-def _print_bar(name: str, value: str, limit: str, kept: bool) -> None:
-    print(f"{name:<54} {value:>20}   limit {limit}  {'ok' if kept else 'OVER'}", flush=True)
-
-
-def _take_away(folder: Path) -> int:
-    """Remove a folder and return how many bytes its files had, once the file system is done with them."""
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    shutil.rmtree(folder)
-    parent = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)  # or freeing the blocks would be part of the next command's own fsync
-    finally:
-        os.close(parent)
-    return size
 
 
 def torch_way(dtype: str, out: Path, shards: list[str]) -> None:
