@@ -11,7 +11,7 @@ import math
 import os
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType, TracebackType
@@ -21,7 +21,7 @@ import numpy as np
 
 from ckpttool.elements import Array, dtype_of
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
-from ckpttool.formats.payload import Payload, locate
+from ckpttool.formats.payload import Payload, Seen, locate
 from ckpttool.tensors import Box, Index, Piece, Place, TensorInfo, contiguous_strides, extent, overlap
 
 BAND = 8 << 20
@@ -40,13 +40,39 @@ SCATTERED, SHORT = 64, 4096
 """The same for elements that lie in stretches of less than ``SHORT`` bytes: a call costs more than reading those."""
 
 
+INDEXED = 16
+"""Tensors of many pieces whose pieces a reader keeps sorted."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The pieces of a tensor by where they begin on the first axis; ``longest`` is the most rows one has."""
+    """Pieces by where they begin on one axis; ``longest`` is the most rows of it that one has."""
 
+    axis: int
     sorted: tuple[Piece, ...]
     starts: tuple[int, ...]
     longest: int
+
+    def overlapping(self, box: Box) -> tuple[Piece, ...]:
+        """Return the pieces that a box may overlap, as far as this axis tells."""
+        first, rows = box[0][self.axis], box[1][self.axis]
+        begin = bisect_left(self.starts, first - self.longest + 1)
+        return self.sorted[begin : bisect_left(self.starts, first + rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The pieces of a tensor by the first ``lead`` axes, along which each is one element thick: layers, experts."""
+
+    lead: int
+    groups: Mapping[Index, _Pieces]
+
+    def overlapping(self, box: Box) -> Iterable[Piece]:
+        """Return the pieces that a box may overlap."""
+        if box[1][: self.lead] == (1,) * self.lead:
+            group = self.groups.get(box[0][: self.lead])
+            return group.overlapping(box) if group is not None else ()
+        return (piece for group in self.groups.values() for piece in group.overlapping(box))
 
 
 class Run(NamedTuple):
@@ -64,7 +90,8 @@ class Reader:
         self._root = str(root)
         self._files: OrderedDict[str, int] = OrderedDict()
         self._payloads: dict[Place, Payload] = {}
-        self._pieces: tuple[TensorInfo, _Pieces] | None = None
+        self._seen: Seen = {}
+        self._indexes: OrderedDict[str, tuple[TensorInfo, _Index]] = OrderedDict()
         self._scratch: Array = np.empty(0, np.uint8)
 
     def __enter__(self) -> Reader:
@@ -88,17 +115,16 @@ class Reader:
         if filled != math.prod(box[1]):
             raise BrokenCheckpoint(f"{tensor.name}: {math.prod(box[1]) - filled:,} elements are in no piece")
 
-    def _overlapping(self, tensor: TensorInfo, box: Box) -> Iterator[Piece]:
-        """Yield the pieces that may overlap a box: most tensors are cut along the first axis."""
+    def _overlapping(self, tensor: TensorInfo, box: Box) -> Iterable[Piece]:
+        """Return the pieces that may overlap a box."""
         if len(tensor.pieces) < 8 or not tensor.shape:
-            yield from tensor.pieces
-            return
-        if self._pieces is None or self._pieces[0] is not tensor:
-            self._pieces = tensor, _by_first_axis(tensor.pieces)
-        index, (first, rows) = self._pieces[1], (box[0][0], box[1][0])
-        yield from index.sorted[
-            bisect_left(index.starts, first - index.longest + 1) : bisect_left(index.starts, first + rows)
-        ]
+            return tensor.pieces
+        known = self._indexes.get(tensor.name)
+        if known is None or known[0] is not tensor:
+            if len(self._indexes) >= INDEXED:
+                self._indexes.popitem(last=False)
+            known = self._indexes[tensor.name] = tensor, _indexed(tensor)
+        return known[1].overlapping(box)
 
     def run(self, tensor: TensorInfo, piece: Piece) -> Run | None:
         """Return where a whole piece lies, if it lies there in C order; the handle is good until the next call."""
@@ -168,7 +194,7 @@ class Reader:
 
     def _locate(self, place: Place) -> Payload:
         try:
-            return locate(self._path(place.file), self._open(place.file), place)
+            return locate(self._path(place.file), self._open(place.file), place, self._seen)
         except OSError as error:
             raise BrokenCheckpoint(f"{self._path(place.file)}: {error.strerror}", code="unreadable") from error
 
@@ -203,9 +229,19 @@ class Reader:
             view, at = view[count:], at + count
 
 
-def _by_first_axis(pieces: tuple[Piece, ...]) -> _Pieces:
-    ordered = tuple(sorted(pieces, key=lambda piece: piece.offset[0]))
-    return _Pieces(ordered, tuple(p.offset[0] for p in ordered), max(p.size[0] for p in ordered))
+def _indexed(tensor: TensorInfo) -> _Index:
+    """Sort the pieces of a tensor: by layer and expert, then along the axis that comes next."""
+    last = len(tensor.shape) - 1
+    lead = next((axis for axis in range(last) if any(piece.size[axis] != 1 for piece in tensor.pieces)), last)
+    groups: dict[Index, list[Piece]] = {}
+    for piece in tensor.pieces:
+        groups.setdefault(piece.offset[:lead], []).append(piece)
+    return _Index(lead, {offset: _along(lead, group) for offset, group in groups.items()})
+
+
+def _along(axis: int, pieces: list[Piece]) -> _Pieces:
+    ordered = tuple(sorted(pieces, key=lambda piece: piece.offset[axis]))
+    return _Pieces(axis, ordered, tuple(p.offset[axis] for p in ordered), max(p.size[axis] for p in ordered))
 
 
 def _slices(box: Box, origin: Index) -> tuple[slice | EllipsisType, ...]:

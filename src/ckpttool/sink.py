@@ -1,7 +1,8 @@
 """Carry a plan out: move the bytes band by band into safetensors files, in memory that does not depend on the model.
 
-One thread writes a file. The system is asked to write each band to the disk as soon as it is there, so that the sync
-at the end has little left to wait for: measured, that nearly halves the time of a copy.
+One thread fills a file and a second one hands its full buffers to the system, so that reading, casting and turning go
+on meanwhile. The system is asked to write each band to the disk as soon as it is there, so that the sync at the end has
+little left to wait for: measured, that nearly halves the time of a copy.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -107,19 +108,19 @@ class _Job:
         self._progress, self._lock = progress, threading.Lock()
         self._mine = threading.local()
 
-    def _buffer(self) -> Array:
-        """Return the band of this thread: one for all of its files, or the allocator would keep several."""
-        if not hasattr(self._mine, "buffer"):
-            self._mine.buffer = np.empty(BAND, np.uint8)
-        buffer: Array = self._mine.buffer
-        return buffer
+    def _buffers(self) -> tuple[Array, Array]:
+        """Return the bands of this thread: two for all of its files, or the allocator would keep several."""
+        if not hasattr(self._mine, "buffers"):
+            self._mine.buffers = np.empty(BAND, np.uint8), np.empty(BAND, np.uint8)
+        buffers: tuple[Array, Array] = self._mine.buffers
+        return buffers
 
     def write(self, file: WeightFile) -> None:
         """Write one file from its header to its last byte."""
         handle = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            with Reader(self.root) as reader:
-                output = _Output(handle, self._buffer(), self._advance)
+            with Reader(self.root) as reader, ThreadPoolExecutor(1) as writer:
+                output = _Output(handle, self._buffers(), writer, self._advance)
                 output.append(np.frombuffer(file.header, np.uint8))
                 mover = _Mover(self.sources, reader, output)
                 for target in file.targets:
@@ -137,11 +138,16 @@ class _Job:
 
 
 class _Output:
-    """A file that grows by whole buffers, so that many small tensors are one write."""
+    """A file that grows by whole buffers, so that many small tensors are one write.
 
-    def __init__(self, handle: int, buffer: Array, advance: Progress) -> None:
-        self._handle, self._buffer, self._advance = handle, buffer, advance
+    While one buffer is written by ``writer``, the other is filled.
+    """
+
+    def __init__(self, handle: int, buffers: tuple[Array, Array], writer: Executor, advance: Progress) -> None:
+        self._handle, self._writer, self._advance = handle, writer, advance
+        self._buffer, self._other = buffers
         self._held = self._at = 0
+        self._written: Future[int] | None = None
         self._may_share = True
 
     def room(self, count: int) -> Array:
@@ -165,6 +171,7 @@ class _Output:
         if not self._may_share:
             return False
         self._flush()
+        self._wait()
         left = run.length
         while left:
             try:
@@ -175,7 +182,8 @@ class _Output:
             if not count:
                 self._may_share = False
                 return self._refused(run, left)
-            self._wrote(count)
+            self._at += _hurry(self._handle, self._at, count)
+            self._advance(count)
             left -= count
         return True
 
@@ -194,21 +202,36 @@ class _Output:
     def finish(self) -> None:
         """Write what is left and wait until all of it is on the disk."""
         self._flush()
+        self._wait()
         os.fsync(self._handle)
 
     def _flush(self) -> None:
-        view = memoryview(self._buffer.data)[: self._held]
-        self._held = written = 0
-        while written < len(view):
-            written += os.pwrite(self._handle, view[written:], self._at + written)
-        self._wrote(written)
+        """Have the buffer written, and go on with the other one when that has been."""
+        self._wait()
+        self._written = self._writer.submit(_write, self._handle, self._buffer[: self._held], self._at)
+        self._at += self._held
+        self._held = 0
+        self._buffer, self._other = self._other, self._buffer
 
-    def _wrote(self, count: int) -> None:
-        """Go on behind what was written, and ask the system to bring it to the disk now."""
-        with suppress(AttributeError, OSError):  # a hint, which not every system has
-            os.posix_fadvise(self._handle, self._at, count, os.POSIX_FADV_DONTNEED)
-        self._at += count
-        self._advance(count)
+    def _wait(self) -> None:
+        """Wait until what was handed over is written; raises what went wrong with it."""
+        if self._written is not None:
+            self._advance(self._written.result())
+            self._written = None
+
+
+def _write(handle: int, content: Array, at: int) -> int:
+    view, written = memoryview(content.data), 0
+    while written < len(view):
+        written += os.pwrite(handle, view[written:], at + written)
+    return _hurry(handle, at, written)
+
+
+def _hurry(handle: int, at: int, count: int) -> int:
+    """Ask the system to bring what was written to the disk now; return its bytes."""
+    with suppress(AttributeError, OSError):  # a hint, which not every system has
+        os.posix_fadvise(handle, at, count, os.POSIX_FADV_DONTNEED)
+    return count
 
 
 class _Mover:
@@ -224,8 +247,7 @@ class _Mover:
         if target.arrangement is not None and target.arrangement.moves:
             return self._turn(target, target.arrangement)
         tensor = self._sources[target.parts[0].source]
-        whole = sum(piece.numel for piece in tensor.pieces) == tensor.numel
-        if not whole or not target.is_copy_of(tensor) or not is_cut_in_rows(tensor):
+        if not target.is_copy_of(tensor) or not is_cut_in_rows(tensor) or not _is_whole(tensor):
             shape = target.concatenated
             return self._fill(target, (0,) * len(shape), shape)
         for piece in sorted(tensor.pieces, key=lambda piece: piece.offset):
@@ -292,6 +314,10 @@ class _Mover:
         uncast = self._uncast[: count * stored.itemsize].view(stored)
         self._reader.read(tensor, box, uncast.reshape(box[1]))
         return cast(uncast.reshape(out.shape), out, tensor.dtype, dtype)
+
+
+def _is_whole(tensor: TensorInfo) -> bool:
+    return sum(piece.numel for piece in tensor.pieces) == tensor.numel
 
 
 def check_written(files: Sequence[WeightFile], folder: Path) -> None:
