@@ -107,7 +107,8 @@ class Arrangement:
 class Target:
     """A tensor to write; its dtype may be another one than that of its sources, which is a cast.
 
-    ``twice`` is the rule by which its sources are written although another target is made of them.
+    ``twice`` is the rule by which its sources are written although another target is made of them; ``shift`` is added
+    to every element (a gain that one side stores as 1 + w).
     """
 
     name: str
@@ -116,6 +117,7 @@ class Target:
     parts: tuple[Rows, ...]
     arrangement: Arrangement | None = None
     twice: str = ""
+    shift: int = 0
 
     @property
     def numel(self) -> int:
@@ -134,7 +136,8 @@ class Target:
 
     def is_copy_of(self, tensor: TensorInfo) -> bool:
         """Tell whether it is all of one source, in its dtype."""
-        same = (self.dtype, self.shape) == (tensor.dtype, tensor.shape) and self.arrangement is None
+        same = (self.dtype, self.shape) == (tensor.dtype, tensor.shape)
+        same = same and self.arrangement is None and not self.shift
         return same and self.parts == whole(tensor).parts
 
     def sources(self, box: Box) -> Iterator[tuple[str, slice | EllipsisType, Box]]:
@@ -308,6 +311,8 @@ def _check_target(target: Target, sources: Mapping[str, TensorInfo], found: Find
     if absent:
         found.group("source-missing", f"made of {listing(absent)}, which the checkpoint does not have", target.name)
         return
+    if target.shift and target.dtype not in CASTABLE:
+        found.group("bad-cast", f"{target.shift:+d} cannot be added to {target.dtype}", target.name)
     stored = {sources[part.source].dtype for part in target.parts} - {target.dtype}
     if stored and not {target.dtype, *stored} <= CASTABLE:
         found.group("bad-cast", f"{listing(sorted(stored))} cannot be cast to {target.dtype}", target.name)

@@ -278,10 +278,12 @@ class _Mover:
 
     def _gather(self, target: Target, box: Box, out: Array) -> int:
         """Fill an array with a box of the concatenation of a target's parts."""
-        return sum(
-            self._read(self._sources[name], source, target.dtype, out[rows])
-            for name, rows, source in target.sources(box)
-        )
+        lost = 0
+        for name, rows, source in target.sources(box):
+            lost += self._read(self._sources[name], source, target.dtype, out[rows])
+        if target.shift:
+            out[...] = (out.astype(np.float32 if out.itemsize < 8 else np.float64) + target.shift).astype(out.dtype)
+        return lost
 
     def _turn(self, target: Target, how: Arrangement) -> int:
         """Append a target whose elements change their order: a slice of it is gathered as it is stored, then turned."""

@@ -13,11 +13,12 @@ from ckpttool.architectures.family import Family
 from ckpttool.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ckpttool.architectures.gpt_oss import GPT_OSS
 from ckpttool.architectures.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from ckpttool.architectures.qwen3_next import QWEN3_NEXT
 from ckpttool.errors import Unmapped, UsageError
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, INTERNLM3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
     *(GPT_OSS, GEMMA, GEMMA2, GEMMA3),
 )

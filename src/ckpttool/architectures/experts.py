@@ -25,11 +25,11 @@ _MIXTRAL: Table = (
     Weight("block_sparse_moe.experts.{e}.w3.weight", UP, ("ffn", "hidden")),
     Weight("block_sparse_moe.experts.{e}.w2.weight", DOWN, ("hidden", "ffn")),
 )
-_QWEN2_SHARED: Table = (
+QWEN2_SHARED: Table = (
     *shared_experts("shared_expert", "shared_ffn"),
     Weight("mlp.shared_expert_gate.weight", Copy("mlp.shared_experts.gate_weight"), (1, "hidden")),
 )
-_QWEN_SIZES = {"experts": ("num_experts", "num_local_experts"), "expert_ffn": ("moe_intermediate_size",)}
+QWEN_SIZES = {"experts": ("num_experts", "num_local_experts"), "expert_ffn": ("moe_intermediate_size",)}
 
 
 def is_sparse(model: Model, layer: int) -> bool:
@@ -44,7 +44,7 @@ def _mixtral(_model: Model, _layer: int) -> Table:
 
 def _qwen2_moe(model: Model, layer: int) -> Table:
     bias = QKV_BIAS if model.flag("qkv_bias", default=True) else ()
-    return (*NORMS, *ATTENTION, *bias, *((*ROUTER, EXPERTS, *_QWEN2_SHARED) if is_sparse(model, layer) else MLP))
+    return (*NORMS, *ATTENTION, *bias, *((*ROUTER, EXPERTS, *QWEN2_SHARED) if is_sparse(model, layer) else MLP))
 
 
 def _qwen3_moe(model: Model, layer: int) -> Table:
@@ -65,7 +65,7 @@ QWEN2_MOE = Family(
     title="Qwen1.5-MoE, Qwen2-MoE",
     model_types=("qwen2_moe",),
     layer=_qwen2_moe,
-    sizes={**_QWEN_SIZES, "shared_ffn": ("shared_expert_intermediate_size",)},
+    sizes={**QWEN_SIZES, "shared_ffn": ("shared_expert_intermediate_size",)},
     proven=True,
 )
 QWEN3_MOE = Family(
@@ -73,6 +73,6 @@ QWEN3_MOE = Family(
     title="Qwen3-MoE",
     model_types=("qwen3_moe",),
     layer=_qwen3_moe,
-    sizes=_QWEN_SIZES,
+    sizes=QWEN_SIZES,
     proven=True,
 )

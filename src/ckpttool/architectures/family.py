@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -45,7 +46,7 @@ class Family:
 
     ``layer`` returns the table of a layer for a configuration; ``more`` yields blocks beside the layers (multi-token
     prediction). ``sizes`` adds to the fields that sizes are read from, ``optional`` to those that may be missing,
-    ``sums`` to those that follow from others. ``classifies`` is whether transformers has a class of it with a head for
+    ``products`` and ``sums`` are those that follow from others. ``classifies`` is whether transformers has a class of it with a head for
     the classification of tokens. ``proven`` is whether a real checkpoint of megatron-core, converted, has given the
     logits of the model that wrote it.
     """
@@ -57,6 +58,7 @@ class Family:
     more: Callable[[Model], Iterator[Block]] = no_blocks
     sizes: Fields = field(default_factory=dict)
     optional: Fields = field(default_factory=dict)
+    products: Fields = field(default_factory=dict)
     sums: Fields = field(default_factory=dict)
     classifies: bool = True
     gated_attention: bool = False
@@ -93,6 +95,9 @@ class Family:
                 code="config-lacks",
             )
         _add_head_dim(config, sizes, fields)
+        for name, parts in self.products.items():
+            sizes[name] = math.prod(sizes[part] for part in parts)
+            fields[name] = " * ".join(fields[part] for part in parts)
         for name, parts in self.sums.items():
             sizes[name] = sum(sizes[part] for part in parts)
             fields[name] = " + ".join(fields[part] for part in parts)

@@ -108,13 +108,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Rows one after the other: their shape together, the dtypes that they are stored in, how they are turned."""
+    """Rows one after the other: their shape together, the dtypes that they are stored in, how they are turned.
+
+    ``origin`` names where they are stored, for people; ``shift`` is added to every element.
+    """
 
     parts: tuple[Rows, ...]
     shape: Index
     dtypes: tuple[str, ...]
     origin: str
     arrangement: Arrangement | None = None
+    shift: int = 0
 
 
 class Recipe(Protocol):
@@ -258,6 +262,44 @@ class Joined:
     def make(self, place: Place) -> Made:
         """Return the rows of all."""
         return _joined([recipe.make(place) for recipe in self.recipes])
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class FirstOf:
+    """The first of several recipes that the checkpoint has the keys of: trainers keep one thing in several forms."""
+
+    recipes: tuple[Recipe, ...]
+
+    def __init__(self, *recipes: Recipe) -> None:
+        object.__setattr__(self, "recipes", recipes)
+
+    def make(self, place: Place) -> Made:
+        """Return its rows; raises :class:`Absent` with the keys of the first one."""
+        lacking: list[Absent] = []
+        for recipe in self.recipes:
+            try:
+                return recipe.make(place)
+            except Absent as absent:
+                lacking.append(absent)
+        raise lacking[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """A slot to every element of which ``by`` is added, where the checkpoint has the key ``where`` beside it, too.
+
+    Norms around zero have the gain 1 + w; where the other side stores the gain itself, it is one more.
+    """
+
+    name: str
+    by: int
+    where: str
+
+    def make(self, place: Place) -> Made:
+        """Return all of its rows."""
+        slot = place.slot(self.name)
+        shift = self.by if place.prefix + self.where in place.slots else 0
+        return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.stored_as, shift=shift)
 
 
 @dataclass(frozen=True, slots=True)

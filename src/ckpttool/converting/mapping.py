@@ -110,7 +110,7 @@ def _add(mapped: Mapped, name: str, weight: Weight, place: Place, twice: str = "
             said = place.model.said(*weight.shape)
             stored = f"{made.origin} gives {list(made.shape)}"
             mapped.contradictions.append(f"{name}: {stored}, config.json ({said}) wants {list(shape)}")
-        mapped.targets.append(Target(name, _dtype(made), shape, made.parts, made.arrangement, twice))
+        mapped.targets.append(Target(name, _dtype(made), shape, made.parts, made.arrangement, twice, made.shift))
 
 
 def _dtype(made: Made) -> str:

@@ -50,19 +50,18 @@ def _of_json(path: Path) -> dict[str, Any]:
 
 
 def producer(source: DcpSource, keys: Iterable[str]) -> str:
-    """Return whose order of rows an archive has, by what lies in and beside it; nothing where that does not tell."""
-    root = source.root
-    for folder in (root, root.parent):
-        if (folder / SWIFT_ARGS).is_file():
+    """Return whose order of rows an archive has, by its keys and what lies beside it; nothing where neither tells."""
+    for key in keys:
+        if key.endswith("self_attention.in_proj.weight.query") or ".self_attention.linear_attn." in key:
+            return NVIDIA
+        if key.endswith(("self_attention.in_proj.weight", "self_attention.in_proj_qkvz.weight")):
             return SWIFT
+    root = source.root
+    if any((folder / SWIFT_ARGS).is_file() for folder in (root, root.parent)):
+        return SWIFT
     around = (root.parent / layout.V1_HUGGINGFACE, root.parent / layout.MANIFEST, root.parent.parent / layout.MANIFEST)
     if (root / RUN_CONFIG).is_file() or any(path.exists() for path in around):
         return NVIDIA
     if any(name == "hf_checkpoint" or name.startswith("rollout_") for name in arguments(source)):
         return NVIDIA
-    for key in keys:
-        if key.endswith("self_attention.in_proj.weight.query"):
-            return NVIDIA
-        if key.endswith("self_attention.in_proj.weight"):
-            return SWIFT
     return ""
