@@ -1,7 +1,8 @@
 """Tiny real checkpoints for the tests: built once by the real libraries, then kept in a cache.
 
-`fsdp_checkpoints`, `mesh_checkpoints` and `megatron_checkpoints` return a directory with one subdirectory
-a variant and the oracle of each under `expected/`. It is shared: `copy` what a test wants to change.
+`fsdp_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints` and `converted_checkpoints` return a directory
+with one subdirectory a variant and the oracle of each under `expected/`. It is shared: `copy` what a test
+wants to change.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def mesh_checkpoints(cache: Path) -> Path:
 def megatron_checkpoints(cache: Path) -> Path:
     """Megatron role directories in both layouts of verl and a bare Megatron-LM one."""
     return _cached(cache, "megatron")
+
+
+def converted_checkpoints(cache: Path) -> Path:
+    """Megatron role directories of many model families and layouts, and what the models that wrote them answer."""
+    return _cached(cache, "converted")
 
 
 def demo(out: Path) -> None:

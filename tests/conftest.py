@@ -39,6 +39,13 @@ def megatron_checkpoints(pytestconfig: pytest.Config) -> Path:
     return builders.megatron_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
 
 
+@pytest.fixture(scope="session")
+def converted_checkpoints(pytestconfig: pytest.Config) -> Path:
+    """Megatron checkpoints of each family that can be converted, with logits; shared by all tests."""
+    assert pytestconfig.cache is not None
+    return builders.converted_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
 @pytest.fixture
 def data() -> Path:
     """Small checkpoints written by many versions of torch and megatron-core."""

@@ -1,4 +1,4 @@
-"""`python -m tests.writers {fsdp,meshes,megatron,demo} OUT`: a module with another `WORLD` than four says so.
+"""`python -m tests.writers {fsdp,meshes,megatron,converted,demo} OUT`: a module with another `WORLD` than four says so.
 
 Megatron's writer starts helper processes that import the main module again, in every rank: so this
 module imports nothing heavy before it knows that it is the one process that was started by hand.

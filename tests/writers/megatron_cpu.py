@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from tests.writers.ranks import seed_everything
@@ -37,11 +39,13 @@ class CpuAsCuda(TorchFunctionMode):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many ways the model is cut."""
+    """How many ways the model is cut; `None` means as Megatron does it by default."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int | None = None
+    vpp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,27 @@ def prepare_rank() -> None:
 
 def start(parallel: Parallel) -> None:
     """A fresh set of process groups, with the RNG tracker a real run saves."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, expert_model_parallel_size=parallel.ep)
+    _end_groups()
+    parallel_state.initialize_model_parallel(
+        parallel.tp,
+        parallel.pp,
+        parallel.vpp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+    )
     seed_everything()
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()
     tracker.states_ = {"model-parallel-rng": torch.get_rng_state()}
+
+
+def _end_groups() -> None:
+    """Megatron only forgets its groups: their threads would stay, dozens for each start."""
+    parallel_state.destroy_model_parallel()
+    dist.barrier()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def transformer_config(hf: Any, parallel: Parallel) -> TransformerConfig:
@@ -95,12 +114,12 @@ def transformer_config(hf: Any, parallel: Parallel) -> TransformerConfig:
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         use_cpu_initialization=True,
-        **_WITHOUT_FUSION,
+        **WITHOUT_FUSION,
         **_family_options(hf),
     )
 
 
-_WITHOUT_FUSION: dict[str, Any] = dict.fromkeys(
+WITHOUT_FUSION: dict[str, Any] = dict.fromkeys(
     (
         "gradient_accumulation_fusion",
         "bias_dropout_fusion",

@@ -22,7 +22,7 @@ LENGTH = 12
 def save_logits(path: Path, hf: Any, weights: Tensors) -> None:
     """`ids` and `logits`, in float32 so that a comparison can be strict."""
     start(Parallel())
-    _allow_forward()
+    allow_forward()
     config = replace(
         transformer_config(hf, Parallel()),
         bf16=False,
@@ -40,7 +40,7 @@ def save_logits(path: Path, hf: Any, weights: Tensors) -> None:
         save_file({"ids": ids, "logits": logits.contiguous()}, path)
 
 
-def _allow_forward() -> None:
+def allow_forward() -> None:
     """Two places that expect a GPU in a forward pass without dropout."""
     type(get_cuda_rng_tracker()).fork = lambda *_, **__: contextlib.nullcontext()
     moe_utils.te_general_gemm = None

@@ -1,0 +1,72 @@
+"""Write Megatron checkpoints of each family in each layout: `python -m tests.writers converted OUT`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+
+from tests.writers.converted_cpu import Layout, allow_latent_attention, build_chunks, transformer_config
+from tests.writers.converted_layouts import LAYOUTS
+from tests.writers.converted_models import Model, models
+from tests.writers.converted_weights import fill
+from tests.writers.megatron_cpu import Training, prepare_rank, start
+from tests.writers.megatron_logits import allow_forward
+from tests.writers.megatron_save import content_metadata, extra_part, save_archive, write_transformer_config
+from tests.writers.ranks import make_directory
+
+LENGTH = 9
+
+
+def write_all(out: Path) -> None:
+    """Every variant; the process groups are made anew for each."""
+    prepare_rank()
+    allow_forward()
+    allow_latent_attention()
+    make_directory(out / "expected")
+    for name, model in models().items():
+        for layout in LAYOUTS[name]:
+            write_role(out / f"{name}-{layout}", model, LAYOUTS[name][layout])
+        save_logits(out / "expected" / f"{name}.safetensors", model)
+
+
+def filled(model: Model, layout: Layout) -> tuple[list[Any], dict[str, Any]]:
+    """This rank's chunks of the model, and what the save is told about its form."""
+    start(layout.parallel)
+    chunks = build_chunks(model, transformer_config(model, layout))
+    metadata = content_metadata(None) | layout.metadata
+    fill(chunks, _with_group(metadata), model.hf.vocab_size)
+    return chunks, metadata
+
+
+def write_role(role: Path, model: Model, layout: Layout) -> None:
+    """As verl's first layout; a virtual pipeline has a part `model0`, `model1`, ... for each chunk."""
+    chunks, metadata = filled(model, layout)
+    parts = [chunk.sharded_state_dict(metadata=_with_group(metadata)) for chunk in chunks]
+    names = ["model"] if len(parts) == 1 else [f"model{at}" for at in range(len(parts))]
+    save_archive(role / "dist_ckpt", dict(zip(names, parts, strict=True)) | extra_part(), metadata)
+    if dist.get_rank() == 0:
+        model.hf.save_pretrained(role / "huggingface")
+        write_transformer_config(role / "transformer_config.json", Training(chunks[0], None, None, chunks[0].config))
+
+
+def _with_group(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def save_logits(path: Path, model: Model) -> None:
+    """From the undivided model, without the blocks that guess further tokens: they need the true ones."""
+    plain = replace(model, options={**model.options, "mtp_num_layers": None})
+    (chunk,), _ = filled(plain, Layout())
+    ids = torch.randint(model.hf.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+    places = torch.arange(LENGTH).expand(2, -1)
+    future = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        logits = chunk(ids, places, future)[..., : model.hf.vocab_size]
+    if dist.get_rank() == 0:
+        save_file({"input_ids": ids, "logits": logits.contiguous()}, path)
