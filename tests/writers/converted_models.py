@@ -39,11 +39,15 @@ LATENT: Options = {
 
 @dataclass(frozen=True)
 class Model:
-    """`padded` is Megatron's vocabulary, `options` what its configuration says beyond the sizes."""
+    """`padded` is Megatron's vocabulary, `options` what its configuration says beyond the sizes.
+
+    A `critic` has one value for each token where others have logits.
+    """
 
     hf: Any
     padded: int
     options: Options = field(default_factory=dict)
+    critic: bool = False
 
 
 def models() -> dict[str, Model]:
@@ -54,6 +58,10 @@ def models() -> dict[str, Model]:
 def _dense() -> Iterator[tuple[str, Model]]:
     yield "llama", Model(_llama(num_hidden_layers=4), padded=128)
     yield "llama-mha", Model(_llama(num_hidden_layers=2, num_key_value_heads=4), padded=128)
+    biased = _llama(num_hidden_layers=2, attention_bias=True, mlp_bias=True)
+    yield "llama-bias", Model(biased, 128, {"add_bias_linear": True})
+    critic = _config(LlamaConfig, "LlamaForTokenClassification", vocab_size=100, num_hidden_layers=2, num_labels=1)
+    yield "llama-critic", Model(critic, 128, critic=True)
     qwen2 = _config(
         Qwen2Config, "Qwen2ForCausalLM", vocab_size=120, num_hidden_layers=2, tie_word_embeddings=True, theta=1e6
     )
@@ -63,7 +71,7 @@ def _dense() -> Iterator[tuple[str, Model]]:
 
 
 def _llama(**sizes: Any) -> Any:
-    return _config(LlamaConfig, "LlamaForCausalLM", vocab_size=100, theta=10000.0, **sizes)
+    return _config(LlamaConfig, "LlamaForCausalLM", vocab_size=100, **sizes)
 
 
 def _experts() -> Iterator[tuple[str, Model]]:
@@ -71,6 +79,9 @@ def _experts() -> Iterator[tuple[str, Model]]:
     qwen3: Options = {**few, "num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}
     options = {**_routed(8, 24), "qk_layernorm": True}
     yield "qwen3-moe", Model(_config(Qwen3MoeConfig, "Qwen3MoeForCausalLM", theta=1e6, **qwen3), 96, options)
+    mixed = {**qwen3, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+    options = {**options, "moe_layer_freq": [1, 0, 1]}
+    yield "qwen3-moe-mixed", Model(_config(Qwen3MoeConfig, "Qwen3MoeForCausalLM", **mixed), 96, options)
     mixtral = _config(MixtralConfig, "MixtralForCausalLM", theta=1e6, num_local_experts=4, **few)
     yield "mixtral", Model(mixtral, 96, _routed(4, 48))
     qwen2: Options = {
@@ -88,7 +99,7 @@ def _experts() -> Iterator[tuple[str, Model]]:
         "moe_shared_expert_gate": True,
         "moe_router_pre_softmax": True,
     }
-    yield "qwen2-moe", Model(_config(Qwen2MoeConfig, "Qwen2MoeForCausalLM", theta=1e4, **qwen2), 128, options)
+    yield "qwen2-moe", Model(_config(Qwen2MoeConfig, "Qwen2MoeForCausalLM", **qwen2), 128, options)
 
 
 def _latent() -> Iterator[tuple[str, Model]]:
@@ -102,8 +113,7 @@ def _deepseek(**sizes: Any) -> Model:
         DeepseekV3Config,
         "DeepseekV3ForCausalLM",
         vocab_size=100,
-        theta=10000.0,
-        n_routed_experts=8,
+        n_routed_experts=6,
         n_shared_experts=2,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
@@ -115,7 +125,7 @@ def _deepseek(**sizes: Any) -> Model:
         **sizes,
     )
     options = {
-        **_routed(8, 16),
+        **_routed(6, 16),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": hf.q_lora_rank,
@@ -137,7 +147,7 @@ def _deepseek(**sizes: Any) -> Model:
     return Model(hf, 128, options)
 
 
-def _config(kind: Any, architecture: str, *, theta: float, **sizes: Any) -> Any:
+def _config(kind: Any, architecture: str, *, theta: float = 10000.0, **sizes: Any) -> Any:
     rope = {"rope_type": "default", "rope_theta": theta}
     return kind(**{**SIZES, **sizes}, rope_parameters=rope, architectures=[architecture])
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from tests.writers.converted_cpu import Layout, allow_latent_attention, build_chunks, transformer_config
-from tests.writers.converted_layouts import LAYOUTS
+from tests.writers.converted_layouts import layouts
 from tests.writers.converted_models import Model, models
 from tests.writers.converted_weights import fill
 from tests.writers.megatron_cpu import Training, prepare_rank, start
@@ -21,6 +21,8 @@ from tests.writers.megatron_save import content_metadata, extra_part, save_archi
 from tests.writers.ranks import make_directory
 
 LENGTH = 9
+# With these words every router asks each of its experts.
+WORDS = 55
 
 
 def write_all(out: Path) -> None:
@@ -30,15 +32,15 @@ def write_all(out: Path) -> None:
     allow_latent_attention()
     make_directory(out / "expected")
     for name, model in models().items():
-        for layout in LAYOUTS[name]:
-            write_role(out / f"{name}-{layout}", model, LAYOUTS[name][layout])
+        for word, layout in layouts(name).items():
+            write_role(out / f"{name}-{word}", model, layout)
         save_logits(out / "expected" / f"{name}.safetensors", model)
 
 
 def filled(model: Model, layout: Layout) -> tuple[list[Any], dict[str, Any]]:
     """This rank's chunks of the model, and what the save is told about its form."""
     start(layout.parallel)
-    chunks = build_chunks(model, transformer_config(model, layout))
+    chunks = build_chunks(model, transformer_config(model, layout), te=layout.te)
     metadata = content_metadata(None) | layout.metadata
     fill(chunks, _with_group(metadata), model.hf.vocab_size)
     return chunks, metadata
@@ -63,7 +65,7 @@ def save_logits(path: Path, model: Model) -> None:
     """From the undivided model, without the blocks that guess further tokens: they need the true ones."""
     plain = replace(model, options={**model.options, "mtp_num_layers": None})
     (chunk,), _ = filled(plain, Layout())
-    ids = torch.randint(model.hf.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+    ids = torch.randint(model.hf.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(WORDS))
     places = torch.arange(LENGTH).expand(2, -1)
     future = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     with torch.no_grad():

@@ -15,8 +15,14 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 LAYER = re.compile(r"^(?P<stack>.*?layers)\.(?:(?P<layer>\d+)\.)?(?P<rest>.*)$")
 EXPERT = re.compile(r"(?P<before>.*\.experts\.experts)\.(?:(?P<expert>\d+)\.)?(?P<rest>.*)$")
 PADDING = 9.0
-GATED = "linear_fc1.weight"
+GATED = ("linear_fc1.weight", "linear_fc1.bias")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+# What Transformer Engine fuses into the projection that follows has a module of its own elsewhere.
+FUSED = {
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "linear_q_up_proj.layer_norm_": "q_layernorm.",
+    "linear_kv_up_proj.layer_norm_": "kv_layernorm.",
+}
 SPREAD = {"embedding.word_embeddings.weight": 0.5, "mlp.router.weight": 0.5, "output_layer.weight": 0.3}
 
 
@@ -40,7 +46,9 @@ def part(piece: Any, vocab_size: int) -> torch.Tensor:
 
 
 def plain_name(key: str, prepended: list[int]) -> str:
-    """The key with the numbers of its layer and expert, which may be axes in front instead."""
+    """One name for every dialect: the numbers of layer and expert may be axes in front instead."""
+    for fused, own in FUSED.items():
+        key = key.replace(fused, own)
     if layer := LAYER.match(key):
         number = layer["layer"] or str(prepended.pop(0))
         key = f"{layer['stack']}.{number}.{layer['rest']}"
@@ -59,8 +67,8 @@ def value(name: str, shape: tuple[int, ...], vocab_size: int) -> torch.Tensor:
         half = (shape[0] // 2, *shape[1:])
         return torch.cat([value(f"{name}_{letter}", half, vocab_size) for letter in "wv"])
     if name in VOCABULARY:
-        rows = drawn(name, (vocab_size, *shape[1:]))
-        return torch.cat([rows, torch.full((shape[0] - vocab_size, *shape[1:]), PADDING)])
+        rows = drawn(name, (min(vocab_size, shape[0]), *shape[1:]))
+        return torch.cat([rows, torch.full((shape[0] - len(rows), *shape[1:]), PADDING)])
     return drawn(name, shape)
 
 
