@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +61,30 @@ def _with_group(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_logits(path: Path, model: Model) -> None:
-    """From the undivided model, without the blocks that guess further tokens: they need the true ones."""
-    plain = replace(model, options={**model.options, "mtp_num_layers": None})
-    (chunk,), _ = filled(plain, Layout())
-    ids = torch.randint(model.hf.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(WORDS))
+    """`input_ids`, `logits` and, of a block that guesses the token after the next, `mtp_logits`."""
+    (chunk,), _ = filled(model, Layout())
+    words = model.hf.vocab_size
+    ids = torch.randint(words, (2, LENGTH), generator=torch.Generator().manual_seed(WORDS))
+    *guesses, logits = answers(chunk, ids)
+    stored = {"input_ids": ids, "logits": logits[..., :words]}
+    for guess in guesses:
+        # The last position has no next token: Megatron takes the first word of the vocabulary there.
+        stored["mtp_logits"] = guess[:, :-1, :words]
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path)
+
+
+def answers(chunk: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Everything the output layer says in one pass, the model itself last.
+
+    Megatron guesses further tokens only on the way to a loss, which then overwrites what was said.
+    """
+    told: list[torch.Tensor] = []
+    chunk.output_layer.register_forward_hook(
+        lambda _module, _inputs, output: told.append(output[0].transpose(0, 1).clone())
+    )
     places = torch.arange(LENGTH).expand(2, -1)
     future = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     with torch.no_grad():
-        logits = chunk(ids, places, future)[..., : model.hf.vocab_size]
-    if dist.get_rank() == 0:
-        save_file({"input_ids": ids, "logits": logits.contiguous()}, path)
+        chunk(ids, places, future, labels=ids if chunk.mtp_process else None)
+    return told

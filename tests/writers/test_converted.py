@@ -150,6 +150,17 @@ def test_the_model_answers(converted_checkpoints: Path, name: str) -> None:
     assert logits.std(dim=(0, 1)).min() > 0.1
 
 
+def test_a_further_block_guesses_another_token(converted_checkpoints: Path) -> None:
+    """From the hidden state at one position and the word at the next: there is no guess at the last."""
+    stored = {name: expected(converted_checkpoints, name) for name in LAYOUTS}
+    assert [name for name in LAYOUTS if "mtp_logits" in stored[name]] == ["deepseek-v3"]
+    guess, logits = stored["deepseek-v3"]["mtp_logits"], stored["deepseek-v3"]["logits"]
+    assert guess.shape == (2, 8, 100)
+    assert guess.isfinite().all()
+    assert guess.std(dim=(0, 1)).min() > 0.1
+    assert (guess - logits[:, :-1]).abs().max() > 1
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_configuration_is_that_of_a_model(converted_checkpoints: Path, name: str) -> None:
     config = json.loads((converted_checkpoints / name / "huggingface/config.json").read_text())
