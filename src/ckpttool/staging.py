@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpttool.errors import CannotWrite, NotACheckpoint
+from ckpttool.errors import CannotWrite, NotACheckpoint, Problem
 
+NO_SPACE = "no-space"
 PARTIAL, REPLACED = ".partial-", ".replaced-"
 
 
@@ -105,8 +106,19 @@ def check_space(target: Path, needed: int) -> None:
         raise CannotWrite(
             f"{there}: {needed:,} bytes are needed, {free:,} are free",
             hint="Choose a place on another disk with -o.",
-            code="no-space",
+            code=NO_SPACE,
         )
+
+
+def space_problems(target: Path, needed: int, *, dry_run: bool) -> tuple[Problem, ...]:
+    """Raise as :func:`check_space` does; in a dry run, which shows the plan all the same, return it as a problem."""
+    try:
+        check_space(target, needed)
+    except CannotWrite as error:
+        if not dry_run or error.code != NO_SPACE:
+            raise
+        return (Problem(code=error.code, message=error.message, hint=error.hint),)
+    return ()
 
 
 def free_space(target: Path) -> int:

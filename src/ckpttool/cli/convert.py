@@ -133,10 +133,12 @@ def to_hf(
     with watching(session.err, shown=shown), progress("written", session.err, shown=shown) as bar:
         result = convert(check_path(path), check_path(output), options, bar)
     if json:
-        sys.stdout.write(envelope("to-hf", ok=True, data=result.as_json(), problems=result.notes) + "\n")
+        sys.stdout.write(
+            envelope("to-hf", ok=not result.exit_code, data=result.as_json(), problems=result.notes) + "\n"
+        )
     else:
         show_conversion(result, session.out, quiet=quiet, verbose=verbose)
-    raise Exit(0)
+    raise Exit(result.exit_code)
 
 
 def _list(session: Session, *, json: bool) -> None:

@@ -119,7 +119,9 @@ def merge_fsdp(
     with watching(session.err, shown=shown), progress("written", session.err, shown=shown) as bar:
         result = merge(check_path(path), check_path(output), options, bar)
     if json:
-        sys.stdout.write(envelope("merge-fsdp", ok=True, data=result.as_json(), problems=result.notes) + "\n")
+        sys.stdout.write(
+            envelope("merge-fsdp", ok=not result.exit_code, data=result.as_json(), problems=result.notes) + "\n"
+        )
     else:
         show_merge(result, session.out, quiet=quiet, verbose=verbose)
-    raise Exit(0)
+    raise Exit(result.exit_code)

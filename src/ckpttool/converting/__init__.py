@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttool.converting import planning
+from ckpttool.converting import planning, settings
 from ckpttool.converting.choosing import find_archive
 from ckpttool.converting.opening import Opened, open_archive, stamps_of
 from ckpttool.converting.reference import Reference, read_reference
@@ -17,7 +17,7 @@ from ckpttool.export import outputs
 from ckpttool.export.precision import DTYPES, KEPT
 from ckpttool.export.writing import Ready, check_unchanged, give_back, is_replaceable, write
 from ckpttool.plan import Plan, Target, header_faults
-from ckpttool.staging import check_outside, check_space, check_target, clear_stale, free_space
+from ckpttool.staging import check_outside, check_target, clear_stale, free_space, space_problems
 from ckpttool.tensors import CASTABLE
 from ckpttool.unpickle import collector_paused
 
@@ -94,7 +94,7 @@ def _check(output: Path, opened: Opened, like: Reference | None, options: Option
     draft = planning.draft(opened, like, options)
     if draft.problems:
         raise _refusal(opened, draft.problems)
-    check_space(output, sum(target.nbytes for target in draft.targets))
+    space = space_problems(output, sum(target.nbytes for target in draft.targets), dry_run=options.dry_run)
     plan, changes = outputs.directory(
         draft.targets,
         draft.dropped,
@@ -106,7 +106,7 @@ def _check(output: Path, opened: Opened, like: Reference | None, options: Option
     )
     if too_long := header_faults(plan.weights):
         raise _refusal(opened, tuple(too_long))
-    notes = list(draft.notes)
+    notes = [*space, *draft.notes, *settings.disagreements(opened.source, opened.config)]
     if options.dtype is None and like is None:
         written = outputs.main_dtype(draft.targets, _is_buffer)
         notes += outputs.dtype_note(written, opened.config, "the checkpoint holds")

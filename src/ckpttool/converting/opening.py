@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpttool.converting.choosing import find_side_folder
 from ckpttool.converting.result import Options, Skipped
-from ckpttool.converting.settings import arguments
+from ckpttool.converting.settings import started_from
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig, read_side_config
 from ckpttool.export.side_files import SideFiles, find_side_files
@@ -128,8 +128,8 @@ def _no_weights(source: dcp.DcpSource) -> NotACheckpoint:
 
 
 def _no_config(source: dcp.DcpSource) -> UsageError:
-    trained = arguments(source).get("hf_checkpoint")
-    was = f" The run was started from {trained}." if isinstance(trained, str) else ""
+    trained = started_from(source)
+    was = f" The run was started from {trained}." if trained else ""
     return UsageError(
         f"{source.root}: no config.json in or beside it, which says what model this is",
         hint=f"Give the directory of the model that was trained: --hf-config DIR.{was}",

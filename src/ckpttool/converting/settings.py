@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpttool import layout
 from ckpttool.architectures.rules import NVIDIA, SWIFT
-from ckpttool.errors import CkpttoolError
+from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.export.config import ModelConfig
 from ckpttool.formats.dcp import DcpSource
 from ckpttool.formats.jsonfile import read_object, read_raw
 from ckpttool.unpickle import Record
@@ -20,6 +21,7 @@ INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_
 RUN_CONFIG = "run_config.yaml"
 SWIFT_ARGS = "args.json"
 
+_MODEL_ID = re.compile(rb"^\s*hf_model_id:\s*['\"]?([^'\"\s]+)", re.MULTILINE)
 _YAML = re.compile(rb"^\s*(%s):\s*(\d+)\s*$" % b"|".join(name.encode() for name in INTERLEAVED), re.MULTILINE)
 
 
@@ -47,6 +49,42 @@ def _of_json(path: Path) -> dict[str, Any]:
         return {n: v for n, v in read_object(path).items() if n in INTERLEAVED} if path.is_file() else {}
     except CkpttoolError:
         return {}
+
+
+_SAME = (
+    (("norm_epsilon", "layernorm_epsilon"), ("rms_norm_eps",)),
+    (("rotary_base",), ("rope_theta",)),
+    (("moe_router_topk",), ("num_experts_per_tok", "num_experts_per_token")),
+)
+"""Settings that change what the model says and no weight: of Megatron, and of a configuration."""
+
+
+def disagreements(source: DcpSource, config: ModelConfig) -> Iterator[Problem]:
+    """Yield the settings of the run that the configuration has other values of."""
+    run = arguments(source)
+    rope = config.values.get("rope_parameters")
+    values = {**(rope if isinstance(rope, dict) else {}), **config.values}
+    for ours, theirs in _SAME:
+        trained = next(((name, run[name]) for name in ours if _is_number(run.get(name))), None)
+        said = next(((name, values[name]) for name in theirs if _is_number(values.get(name))), None)
+        if trained is not None and said is not None and trained[1] != said[1]:
+            message = f"the run had {trained[0]} {trained[1]}, config.json has {said[0]} {said[1]}"
+            hint = "The config is taken as it is: the model will not say what was trained, if that is wrong."
+            yield Problem(code="settings-disagree", message=message, hint=hint, severity="note")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def started_from(source: DcpSource) -> str:
+    """Return what model a run was started from, where it says so."""
+    named = arguments(source).get("hf_checkpoint")
+    if isinstance(named, str):
+        return named
+    file = source.root / RUN_CONFIG
+    found = _MODEL_ID.search(read_raw(file)) if file.is_file() else None
+    return found[1].decode(errors="replace") if found else ""
 
 
 def producer(source: DcpSource, keys: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from ckpttool.errors import Problem
+from ckpttool.errors import CannotWrite, Problem
 from ckpttool.export.precision import SHORT
 from ckpttool.plan import Dropped
 
@@ -99,6 +99,11 @@ class Export:
     bytes_written: int = 0
     bytes_free: int | None = None
     seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0, or what the command would end with if it were no dry run."""
+        return CannotWrite.exit_code if any(problem.severity == "error" for problem in self.notes) else 0
 
     def as_json(self) -> dict[str, Any]:
         """Return it as values that JSON has; the notes are the problems of the envelope."""

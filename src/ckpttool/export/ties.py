@@ -85,10 +85,11 @@ def _find(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> _Pair:
         wide = [n for n in embeddings if tensors[n].shape[1:] == tensors[head].shape[1:]]
         alike = [n for n, t in tensors.items() if n != head and t.shape == tensors[head].shape]
         embeddings = wide or embeddings or alike
+    sizes = config.vocab_sizes
     others = [
         name
         for name, tensor in tensors.items()
-        if name not in embeddings and len(tensor.shape) == 2 and tensor.shape[0] in config.vocab_sizes
+        if name not in embeddings and len(tensor.shape) == 2 and tensor.shape[0] in sizes
     ]
     return _Pair(head, tuple(embeddings), bool(others))
 

@@ -63,7 +63,8 @@ def _verdict(result: Export, done: str) -> Text:
         tail = f": {_summary(result)} in {duration(result.seconds)}{rate}"
         return Text(done, "bold green") + Text(f" {clean(f'{source} into {target}')}", "bold") + Text(tail)
     what = f"{source} can be {done} into {target}"
-    return Text(clean(what), "bold") + Text(f": {_summary(result)}; dry run: nothing was written")
+    but = ", and it would not fit there" if result.exit_code else ""
+    return Text(clean(what), "bold") + Text(f": {_summary(result)}; dry run: nothing was written{but}")
 
 
 def _summary(result: Export) -> str:
