@@ -47,8 +47,8 @@ class Family:
     ``layer`` returns the table of a layer for a configuration; ``more`` yields blocks beside the layers (multi-token
     prediction). ``sizes`` adds to the fields that sizes are read from, ``optional`` to those that may be missing,
     ``products`` and ``sums`` are those that follow from others. ``classifies`` is whether transformers has a class of
-    it with a head for the classification of tokens. ``proven`` is whether a checkpoint that megatron-core wrote has been
-    converted and has given the logits of the model that wrote it.
+    it with a head for the classification of tokens. ``proven`` is whether a checkpoint that megatron-core wrote was
+    converted and gave the logits of the model that wrote it.
     """
 
     name: str
