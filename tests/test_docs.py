@@ -43,7 +43,7 @@ def test_exit_codes_in_the_readme_are_those_of_the_errors() -> None:
 
 
 def test_every_problem_code_of_the_product_is_documented() -> None:
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("inspect.md", "merge-fsdp.md")]
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("inspect.md", "merge-fsdp.md", "to-hf.md")]
     documented = {code for page in pages for code in re.findall(r"`([a-z0-9-]+)`", page)}
     assert _codes() <= documented, _codes() - documented
 

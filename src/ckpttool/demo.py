@@ -85,5 +85,6 @@ def _scenes(root: Path) -> list[Scene]:
         Scene("What would it take to load it in current verl?", ("migrate", str(megatron), "--dry-run")),
         Scene("Do it: names are added, no byte is copied", ("migrate", str(megatron))),
         Scene("The same role, in layout v2", ("inspect", f"{megatron}/global_step_10/actor")),
+        Scene("A Hugging Face model of that, too", ("to-hf", str(megatron), "-o", str(root / "converted"))),
         Scene("Some of its tensors", ("inspect", f"{megatron}/global_step_10/actor", "--tensors", "decoder*norm*")),
     ]

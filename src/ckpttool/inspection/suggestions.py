@@ -15,6 +15,7 @@ COMMANDS = frozenset({"demo", "inspect", "merge-fsdp", "migrate", "to-hf"})
 """The commands that exist; only these are suggested."""
 
 
+_MEGATRON = ("verl-megatron-v1", "verl-megatron-v2", "verl-megatron-half-migrated", "torch_dist")
 _OLD_LAYOUT = ("verl-megatron-v1", "verl-megatron-half-migrated")
 
 
@@ -24,6 +25,8 @@ def suggest(found: Inspection) -> Iterator[Suggestion]:
         yield _command("migrate", found.path, "give it the trees of layout v2, which current verl loads")
     if found.kind == "fsdp" and found.parameters is not None and not found.tensors and not _lacking(found):
         yield _merge(found.path)
+    if found.kind in _MEGATRON and not _damaged(found) and not found.tensors and _in_archive(found):
+        yield _convert(found)
     if found.run is not None:
         yield from _after_run(found)
         if any(row.kind in _OLD_LAYOUT and row.state == "complete" for row in found.run.rows):
@@ -65,9 +68,26 @@ def _command(command: str, path: str, why: str, *options: str) -> Suggestion:
 
 def _merge(path: str) -> Suggestion:
     """Return the ``merge-fsdp`` call for a role; what it writes lies in the working directory."""
+    return _command("merge-fsdp", path, "make a Hugging Face model of the shards", "-o", _output(path))
+
+
+def _convert(found: Inspection) -> Suggestion:
+    """Return the ``to-hf`` call for a Megatron checkpoint; without a configuration the user has to name one."""
+    if "model" in found.facts:
+        return _command("to-hf", found.path, "make a Hugging Face model of it", "-o", _output(found.path))
+    why = "make a Hugging Face model of it; MODEL is the directory of the one that was trained"
+    return _command("to-hf", found.path, why, "-o", _output(found.path), "--hf-config", "MODEL")
+
+
+def _in_archive(found: Inspection) -> bool:
+    """Tell whether the weights of the model lie in an archive, and are not Hugging Face's already."""
+    return any(part.name == "model weights" and part.detail.startswith("torch_dist") for part in found.contents)
+
+
+def _output(path: str) -> str:
+    """Return a name in the working directory for what is made of a checkpoint."""
     names = [part for part in Path(path).parts[-2:] if part != "/"]
-    output = f"{names[0]}-{names[1]}-hf" if step_of(names[0]) is not None else f"{names[-1]}-hf"
-    return _command("merge-fsdp", path, "make a Hugging Face model of the shards", "-o", output)
+    return f"{names[0]}-{names[1]}-hf" if step_of(names[0]) is not None else f"{names[-1]}-hf"
 
 
 def _lacking(found: Inspection) -> bool:
