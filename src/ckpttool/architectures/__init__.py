@@ -39,13 +39,18 @@ def named(name: str) -> Family:
 LIST = "All of them: ckpttool to-hf --list-architectures."
 
 
-def find(model_type: str | None) -> Family:
-    """Return the family of a model type; raises :class:`Unmapped` that lists what is known, and what can be done."""
+def find(model_type: str | None, where: str) -> Family:
+    """Return the family of the model type that the config at ``where`` names.
+
+    Raises :class:`Unmapped` that lists what is known, and what can be done.
+    """
     if model_type is not None and model_type in _BY_NAME:
         return _BY_NAME[model_type]
-    said = f"the model type {model_type!r}" if model_type is not None else "a config.json without model_type"
+    said = (
+        f"the model type {model_type!r}, no weight map is known for it" if model_type is not None else "no model_type"
+    )
     raise Unmapped(
-        f"no weight map is known for {said}",
+        f"{where}: {said}",
         hint=f"Known are {', '.join(NAMES)}.\n"
         "If its weights are laid out like one of these: --arch NAME. How to add a map: docs/to-hf.md.",
         code="unknown-architecture",

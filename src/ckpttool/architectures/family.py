@@ -71,8 +71,8 @@ class Family:
             yield Block(f"decoder.layers.{n}.", f"model.layers.{n}.", self.layer(model, n))
         yield from self.more(model)
 
-    def read(self, config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
-        """Return the sizes that a configuration gives, and the field of each.
+    def read(self, config: Mapping[str, Any], where: str) -> tuple[dict[str, int], dict[str, str]]:
+        """Return the sizes that the configuration at ``where`` gives, and the field of each.
 
         Raises :class:`Unmapped` with all fields that are missing or no whole numbers.
         """
@@ -90,7 +90,7 @@ class Family:
                 lacking.append(" or ".join(places))
         if lacking:
             raise Unmapped(
-                f"config.json has no {', no '.join(lacking)}, which {self.name} needs",
+                f"{where}: no {', no '.join(lacking)}, which the weight map {self.name} needs",
                 hint="Is it the config.json of this model? Give the directory of the right one: --hf-config DIR.",
                 code="config-lacks",
             )

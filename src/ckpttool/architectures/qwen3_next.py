@@ -56,11 +56,11 @@ class _Together:
         for name, slot in slots.items():
             if slot.shape[:1] != (heads * widths[name],):
                 said = place.model.said("key_heads", "value_heads", "key_dim", "value_dim")
-                raise Contradiction(f"{slot.stored_as} is {list(slot.shape)}, config.json has {said}")
+                raise Contradiction(f"{slot.origin} is {list(slot.shape)}, config.json has {said}")
         rows = [slots[n].rows(head * widths[n], widths[n]) for head in range(heads) for n in self.which]
         shape = (sum(row.count for row in rows), *slots[self.which[0]].shape[1:])
         dtypes = tuple(dict.fromkeys(slot.dtype for slot in slots.values()))
-        return Made(tuple(rows), shape, dtypes, slots[self.which[0]].stored_as)
+        return Made(tuple(rows), shape, dtypes, slots[self.which[0]].origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class _OfEach:
         step = sum(widths[name] for name in self.every)
         if slot.shape[:1] != (heads * step,):
             said = place.model.said("key_heads", "value_heads", "key_dim", "value_dim")
-            raise Contradiction(f"{slot.stored_as} is {list(slot.shape)}, config.json has {said}")
+            raise Contradiction(f"{slot.origin} is {list(slot.shape)}, config.json has {said}")
         first = sum(widths[name] for name in self.every[: self.every.index(self.which[0])])
         block = sum(widths[name] for name in self.which)
         run = slot.rows(first, heads * block, block, step)
-        return Made((run,), (heads * block, *slot.shape[1:]), (slot.dtype,), slot.stored_as)
+        return Made((run,), (heads * block, *slot.shape[1:]), (slot.dtype,), slot.origin)
 
 
 def _verbatim(name: str) -> Copy:

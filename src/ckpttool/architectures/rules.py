@@ -140,7 +140,7 @@ class Copy:
     def make(self, place: Place) -> Made:
         """Return all of its rows."""
         slot = place.slot(*self.names)
-        return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.stored_as)
+        return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.origin)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -156,12 +156,12 @@ class Vocabulary:
         """Return them, and note what is cut."""
         slot, wanted = place.slot(*self.names), place.model.size("vocab")
         if not slot.shape or slot.shape[0] < wanted:
-            raise Contradiction(_both(slot, "rows", place.model.said("vocab")))
+            raise Contradiction(_both(slot, wanted, place.model.said("vocab")))
         if slot.shape[0] > wanted:
             why = f"padding behind vocab_size {wanted:,}: {slot.shape[0] - wanted:,} rows"
             place.taken.cut[slot.key] = Dropped(slot.source, "vocabulary-padding", why, slot.box(wanted))
         shape = (wanted, *slot.shape[1:])
-        return Made((slot.rows(0, wanted),), shape, (slot.dtype,), slot.stored_as)
+        return Made((slot.rows(0, wanted),), shape, (slot.dtype,), slot.origin)
 
 
 _QKV_ROWS = "heads*head_dim", "groups*head_dim"
@@ -181,11 +181,11 @@ class Qkv:
         """Return its rows of every group: blocks that lie a group apart."""
         slot, model = place.slot(self.name), place.model
         groups, width, queries = model.size("groups"), model.size("head_dim"), _queries(model)
-        if not slot.shape or slot.shape[0] != (queries + 2) * groups * width:
-            raise Contradiction(_both(slot, "rows", model.said("heads", "groups", "head_dim")))
+        if slot.shape[:1] != (every := (queries + 2) * groups * width,):
+            raise Contradiction(_both(slot, every, model.said("heads", "groups", "head_dim")))
         first, block = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[self.which]
         rows = slot.rows(first * width, groups * block * width, block * width, (queries + 2) * width)
-        return Made((rows,), (groups * block * width, *slot.shape[1:]), (slot.dtype,), slot.stored_as)
+        return Made((rows,), (groups * block * width, *slot.shape[1:]), (slot.dtype,), slot.origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +203,11 @@ class GatedQkv:
         """Return its rows of every group; raises :class:`Undecided` for queries of an unknown producer."""
         slot, model = place.slot(self.name), place.model
         groups, width, queries = model.size("groups"), model.size("head_dim"), _queries(model)
-        if not slot.shape or slot.shape[0] != (2 * queries + 2) * groups * width:
-            raise Contradiction(_both(slot, "rows", model.said("heads", "groups", "head_dim")))
+        if slot.shape[:1] != (every := (2 * queries + 2) * groups * width,):
+            raise Contradiction(_both(slot, every, model.said("heads", "groups", "head_dim")))
         first, block = {"q": (0, 2 * queries), "k": (2 * queries, 1), "v": (2 * queries + 1, 1)}[self.which]
         rows = slot.rows(first * width, groups * block * width, block * width, (2 * queries + 2) * width)
-        made = Made((rows,), (groups * block * width, *slot.shape[1:]), (slot.dtype,), slot.stored_as)
+        made = Made((rows,), (groups * block * width, *slot.shape[1:]), (slot.dtype,), slot.origin)
         if self.which != "q" or model.producer == SWIFT:
             return made
         if model.producer != NVIDIA:
@@ -241,13 +241,13 @@ class Half:
         letter = {"gate": "w", "up": "v"}[self.which]
         slot = place.slot(f"{self.name}.{self.kind}", f"{self.name}.{self.kind}_{letter}")
         if slot.key.endswith(f"_{letter}"):
-            return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.stored_as)
+            return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.origin)
         rows, block = slot.shape[0] if slot.shape else 1, place.model.interleaved.get(self.blocks, 0)
         if rows % (2 * block or 2):
-            raise Contradiction(f"{slot.stored_as} has {rows:,} rows, which are not two halves")
+            raise Contradiction(f"{slot.origin} has {rows:,} rows, which are not two halves")
         half, second = rows // 2, self.which == "up"
         run = slot.rows(block * second, half, block, 2 * block) if block else slot.rows(half * second, half)
-        return Made((run,), (half, *slot.shape[1:]), (slot.dtype,), slot.stored_as)
+        return Made((run,), (half, *slot.shape[1:]), (slot.dtype,), slot.origin)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -299,7 +299,7 @@ class Shifted:
         """Return all of its rows."""
         slot = place.slot(self.name)
         shift = self.by if place.prefix + self.where in place.slots else 0
-        return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.stored_as, shift=shift)
+        return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.origin, shift=shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +319,7 @@ class Experts:
         if arrangement.concatenated != made.shape:
             stored, wanted = list(made.shape), list(arrangement.concatenated)
             raise Contradiction(
-                f"{made.origin} are {stored} together in the checkpoint, {wanted} by config.json "
-                f"({place.model.said(*self.view)})"
+                f"all of {made.origin} are {stored}, by config.json ({place.model.said(*self.view)}) {wanted}"
             )
         return Made(made.parts, arrangement.turned, made.dtypes, made.origin, arrangement)
 
@@ -371,6 +370,6 @@ class Block:
     twice: str = ""
 
 
-def _both(slot: Slot, what: str, said: str) -> str:
+def _both(slot: Slot, wanted: int, said: str) -> str:
     count = slot.shape[0] if slot.shape else 1
-    return f"{slot.stored_as} has {count:,} {what} in the checkpoint, which do not follow from config.json ({said})"
+    return f"{slot.origin} has {count:,} rows, config.json ({said}) asks for {wanted:,}"

@@ -17,6 +17,8 @@ from ckpttool.formats.findings import Findings
 from ckpttool.plan import Rows
 from ckpttool.tensors import Box, Index, TensorInfo
 
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+
 PREFIXES = ("model.module.module.", "model.module.", "module.module.", "model.", "module.")
 """What wrappers put before every key; native checkpoints have nothing there."""
 
@@ -48,6 +50,11 @@ class Slot:
         """Return the rows from ``first`` on as a box of the source."""
         offset = (*self.lead, first, *(0 for _ in self.shape[1:]))
         return offset, (*(1 for _ in self.lead), self.shape[0] - first, *self.shape[1:])
+
+    @property
+    def origin(self) -> str:
+        """The source with stars for layers and experts: the same for all that are alike."""
+        return _NUMBERS.sub("*", self.source)
 
     @property
     def stored_as(self) -> str:

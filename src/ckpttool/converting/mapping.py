@@ -38,14 +38,15 @@ _COMPUTED = re.compile(r"(.*\.)?rotary_pos_emb\.inv_freq|.*\.rotary_emb\.inv_fre
 class Mapped:
     """What a weight map makes of the slots, and everything that does not fit.
 
-    ``missing`` are targets with the keys that they could be made of; ``unknown`` are slots that nothing is made of.
+    ``missing`` are targets with the keys that they could be made of; ``unknown`` are slots that nothing is made of;
+    ``contradictions`` are texts that show what is stored and what the config says, with the targets they hold for.
     """
 
     targets: list[Target] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     unknown: list[Slot] = field(default_factory=list)
-    contradictions: list[str] = field(default_factory=list)
+    contradictions: dict[str, list[str]] = field(default_factory=dict)
     undecided: list[str] = field(default_factory=list)
     value_head: int = 0
 
@@ -101,15 +102,15 @@ def _add(mapped: Mapped, name: str, weight: Weight, place: Place, twice: str = "
     except Absent as absent:
         mapped.missing[name] = str(absent)
     except Contradiction as contradiction:
-        mapped.contradictions.append(f"{name}: {contradiction}")
+        mapped.contradictions.setdefault(str(contradiction), []).append(name)
     except Undecided as undecided:
         mapped.undecided.append(str(undecided))
     else:
         shape = place.model.shape(weight.shape)
         if made.arrangement is None and made.shape != shape:
             said = place.model.said(*weight.shape)
-            stored = f"{made.origin} gives {list(made.shape)}"
-            mapped.contradictions.append(f"{name}: {stored}, config.json ({said}) wants {list(shape)}")
+            text = f"{made.origin} gives {list(made.shape)}, config.json ({said}) wants {list(shape)}"
+            mapped.contradictions.setdefault(text, []).append(name)
         mapped.targets.append(Target(name, _dtype(made), shape, made.parts, made.arrangement, twice, made.shift))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from ckpttool.export.precision import KEPT
 from ckpttool.plan import Dropped, Target, faults
 from ckpttool.reading import Reader
 from ckpttool.tensors import CASTABLE, DTYPE_BITS, TensorInfo
+
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 
 QUANTISATION = ("quantization_config", "compression_config")
 
@@ -68,8 +71,8 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
 
 def _model(opened: Opened, slots: Mapping[str, Slot], options: Options) -> tuple[Family, Model]:
     types = opened.config.model_types
-    family = named(options.arch) if options.arch is not None else find(types[0] if types else None)
-    sizes, fields = family.read(opened.config.values)
+    family = named(options.arch) if options.arch is not None else find(types[0] if types else None, opened.config.path)
+    sizes, fields = family.read(opened.config.values, opened.config.path)
     if not options.mtp:
         sizes["mtp"] = 0
     elif fields["mtp"] not in opened.config.values:  # transformers takes 1 then: what is stored decides
@@ -92,17 +95,21 @@ def _refuse(opened: Opened, family: Family, problems: list[Problem], mapped: Map
         error.data = {
             "missing": list(mapped.missing),
             "unknown": [slot.stored_as for slot in mapped.unknown],
-            "contradictions": mapped.contradictions,
+            "contradictions": [{"message": text, "names": names} for text, names in mapped.contradictions.items()],
         }
     raise error
 
 
 def _misfits(mapped: Mapped, opened: Opened, like: Reference | None, config: ModelConfig) -> Iterator[Problem]:
     """Yield everything that is missing, unknown or contradictory: few lines, but every name is in one of them."""
-    for text in mapped.contradictions:
-        yield Problem(code="shapes-disagree", message=text)
-    for text, count in folded(f"{name} (from {keys})" for name, keys in mapped.missing.items()):
-        yield Problem(code="weight-missing", message=f"missing{_times(count)}: {text}")
+    for text, names in mapped.contradictions.items():
+        yield Problem(code="shapes-disagree", message=f"{text}: {', '.join(name for name, _ in folded(names))}")
+    by_keys: dict[str, list[str]] = {}
+    for name, keys in mapped.missing.items():
+        by_keys.setdefault(_NUMBERS.sub("*", keys), []).append(name)
+    for keys, names in by_keys.items():
+        for text, count in folded(names):
+            yield Problem(code="weight-missing", message=f"missing{_times(count)}: {text} (from {keys})")
     for text, count in folded(slot.stored_as for slot in mapped.unknown):
         yield Problem(code="weight-unknown", message=f"unknown{_times(count)}: {text}", hint=_hint(text))
     if like is not None and not mapped.missing:
