@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.elements import Array, cast, dtype_of
+from ckpttool.elements import Array, cast, dtype_of, turn
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.safetensorsfile import SAFETENSORS_NAMES
 from ckpttool.plan import PAGE, Arrangement, Plan, Target, WeightFile
@@ -304,7 +304,7 @@ class _Mover:
     def _append_turned(self, turned: Array) -> None:
         for start, extent in bands(turned.shape, BAND // turned.itemsize):
             room = self._output.room(math.prod(extent) * turned.itemsize).view(turned.dtype).reshape(extent)
-            room[...] = turned[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))]
+            turn(turned[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))], room)
 
     def _read(self, tensor: TensorInfo, box: Box, dtype: str, out: Array) -> int:
         if tensor.dtype == dtype:

@@ -46,11 +46,9 @@ def find(model_type: str | None, where: str) -> Family:
     """
     if model_type is not None and model_type in _BY_NAME:
         return _BY_NAME[model_type]
-    said = (
-        f"the model type {model_type!r}, no weight map is known for it" if model_type is not None else "no model_type"
-    )
+    what = f"no weight map is known for the model type {model_type!r}" if model_type is not None else "no model_type"
     raise Unmapped(
-        f"{where}: {said}",
+        f"{where}: {what}",
         hint=f"Known are {', '.join(NAMES)}.\n"
         "If its weights are laid out like one of these: --arch NAME. How to add a map: docs/to-hf.md.",
         code="unknown-architecture",
