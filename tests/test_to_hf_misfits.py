@@ -11,7 +11,7 @@ import torch
 
 from ckpttool.errors import BrokenCheckpoint, UsageError
 from tests.conftest import Call
-from tests.conversions import Role, codes, done, make, only, refused, wrong
+from tests.conversions import codes, done, make, only, refused, wrong
 
 Run = Callable[..., Call]
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
