@@ -61,7 +61,7 @@ def make(tmp_path: Path, family: str = "llama", **options: Any) -> Role:
     return Role(tmp_path / "role", dict(written.state), dict(written.entries))
 
 
-def done(role: Role, **options: Any) -> Conversion:
+def done(role: Role, /, **options: Any) -> Conversion:
     """What a conversion says; it is written."""
     return convert(role.path, role.output, Options(**options))
 
@@ -71,7 +71,7 @@ def wrong(role: Role) -> set[str]:
     return unequal(tensors_in(role.output), role.state)
 
 
-def refused(role: Role, kind: type[CkpttoolError] = Unmapped, **options: Any) -> CkpttoolError:
+def refused(role: Role, /, kind: type[CkpttoolError] = Unmapped, **options: Any) -> CkpttoolError:
     """The error; nothing is written."""
     with pytest.raises(CkpttoolError) as caught:
         convert(role.path, role.output, Options(**options))

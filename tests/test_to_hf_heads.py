@@ -27,7 +27,7 @@ def with_head(tmp_path: Path, family: str = "llama", *, same: bool, padding: int
     return role
 
 
-def rules(role: Role, **options: Any) -> list[tuple[str, str]]:
+def rules(role: Role, /, **options: Any) -> list[tuple[str, str]]:
     return [(drop.name, drop.rule) for drop in done(role, **options).dropped]
 
 

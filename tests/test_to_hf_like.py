@@ -14,7 +14,6 @@ from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from tests.conversions import Role, codes, done, make, only, refused, wrong
 from tests.merged import Tensors, config_of, tensors_in, unequal
 
-
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
