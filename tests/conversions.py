@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,3 +92,18 @@ def only(error: CkpttoolError, code: str) -> Problem:
     """The one problem that there is."""
     assert codes(error) == [code], error
     return error.problems[0]
+
+
+def unfolded(text: str) -> set[str]:
+    """Every word of a text, written out: of `a.[0-1].b` there are two."""
+    words = set()
+    for word in text.replace(", ", " ").split():
+        parts = re.split(r"\[([\d,-]+)\]", word)
+        choices = [_numbers(part) if at % 2 else [part] for at, part in enumerate(parts)]
+        words |= {"".join(chosen) for chosen in itertools.product(*choices)}
+    return words
+
+
+def _numbers(ranges: str) -> list[str]:
+    ends = [part.split("-") for part in ranges.split(",")]
+    return [str(n) for end in ends for n in range(int(end[0]), int(end[-1]) + 1)]

@@ -11,7 +11,7 @@ import torch
 
 from ckpttool.errors import BrokenCheckpoint, UsageError
 from tests.conftest import Call
-from tests.conversions import codes, done, make, only, refused, wrong
+from tests.conversions import codes, done, make, only, refused, unfolded, wrong
 
 Run = Callable[..., Call]
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -65,9 +65,9 @@ def test_mtp_that_is_configured_and_not_there_names_the_option(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
-        ({"head_dim": 16}, ("linear_qkv.weight[0]", "96 rows", "head_dim 16")),
-        ({"num_key_value_heads": 4}, ("linear_qkv.weight[0]", "96 rows", "num_key_value_heads 4")),
-        ({"num_attention_heads": 8}, ("linear_qkv.weight[0]", "96 rows", "num_attention_heads 8")),
+        ({"head_dim": 16}, ("self_attention.linear_qkv.weight", "96 rows", "head_dim 16")),
+        ({"num_key_value_heads": 4}, ("self_attention.linear_qkv.weight", "96 rows", "num_key_value_heads 4")),
+        ({"num_attention_heads": 8}, ("self_attention.linear_qkv.weight", "96 rows", "num_attention_heads 8")),
         ({"num_attention_heads": 6, "num_key_value_heads": 1}, ("[32, 48]", "[32, 72]", "num_attention_heads 6")),
         ({"hidden_size": 40}, ("[96, 32]", "[96, 40]", "hidden_size 40")),
         ({"intermediate_size": 40}, ("[48, 32]", "[40, 32]", "intermediate_size 40")),
@@ -87,10 +87,8 @@ def test_sizes_that_disagree_show_both_sides(changes: dict[str, Any], shown: tup
 def test_sizes_that_disagree_are_told_of_every_layer(tmp_path: Path) -> None:
     role = make(tmp_path, dialect="indexed")
     role.say(head_dim=16)
-    told = str(refused(role))
-    for n in range(3):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            assert f"model.layers.{n}.self_attn.{name}.weight" in told
+    expected = {f"model.layers.{n}.self_attn.{which}_proj.weight" for n in range(3) for which in "qkvo"}
+    assert expected <= unfolded(str(refused(role)))
 
 
 def test_heads_in_other_groups_of_as_many_rows(tmp_path: Path) -> None:
@@ -107,18 +105,17 @@ def test_a_missing_tensor_is_named_with_its_key(tmp_path: Path) -> None:
     assert (error.exit_code, set(codes(error))) == (5, {"weight-missing"})
     expected = {"model.norm.weight"} | {f"model.layers.1.self_attn.{which}_proj.weight" for which in "qkv"}
     assert set(error.data["missing"]) == expected
-    told = str(error)
-    assert all(f"{name} (from " in told for name in expected)
-    assert "(from decoder.layers.1.self_attention.linear_qkv.weight)" in told
+    assert expected <= unfolded(str(error))
+    assert "(from decoder.layers.*.self_attention.linear_qkv.weight)" in str(error)
+    assert "(from decoder.final_layernorm.weight)" in str(error)
 
 
 def test_a_tensor_of_either_name_says_both(tmp_path: Path) -> None:
     role = make(tmp_path)
     role.put_all({f"{LAYERS}self_attention.linear_qkv.layer_norm_weight": None})
     told = str(refused(role))
-    for n in range(3):
-        keys = f"decoder.layers.{n}.self_attention.linear_qkv.layer_norm_weight or decoder.layers.{n}.input_layernorm"
-        assert f"model.layers.{n}.input_layernorm.weight (from {keys}.weight)" in told
+    assert {f"model.layers.{n}.input_layernorm.weight" for n in range(3)} <= unfolded(told)
+    assert "linear_qkv.layer_norm_weight or decoder.layers.*.input_layernorm.weight" in told
 
 
 def test_missing_experts_of_all_layers_are_all_named(tmp_path: Path) -> None:
@@ -128,7 +125,7 @@ def test_missing_experts_of_all_layers_are_all_named(tmp_path: Path) -> None:
     error = refused(role)
     expected = {f"model.layers.{n}.mlp.experts.2.down_proj.weight" for n in (1, 2)}
     assert set(error.data["missing"]) == expected
-    assert all(name in str(error) for name in expected)
+    assert expected <= unfolded(str(error))
 
 
 def test_missing_and_unknown_are_told_together(tmp_path: Path) -> None:
@@ -146,8 +143,7 @@ def test_unknown_tensors_are_all_named(tmp_path: Path) -> None:
     role.put_all({name: torch.ones(2) for name in names})
     error = refused(role)
     assert set(error.data["unknown"]) == set(names)
-    told = str(error)
-    assert "unknown, 2 of them: decoder.layers.[0,2].self_attention.odd7.weight" in told
+    assert set(names) <= unfolded(str(error))
 
 
 def test_a_bias_that_the_config_does_not_have_is_not_lost(tmp_path: Path) -> None:
