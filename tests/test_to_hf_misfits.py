@@ -277,3 +277,40 @@ def test_exit_codes(
 
 def test_an_unknown_map_has_a_hint(tmp_path: Path) -> None:
     assert "Did you mean llama?" in refused(make(tmp_path), UsageError, arch="lama").hint
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("qwen3_moe", "mlp_only_layers", 3),
+        ("qwen3_moe", "decoder_sparse_step", "x"),
+        ("deepseek_v3", "first_k_dense_replace", "1"),
+        ("llama", "vocab_size", 0),
+    ],
+)
+def test_fields_that_no_model_can_have_are_no_fault_of_ours(
+    family: str, field: str, value: Any, tmp_path: Path, ckpttool: Run
+) -> None:
+    role = make(tmp_path, family)
+    role.say(**{field: value})
+    call = ckpttool("to-hf", role.path, "-o", role.output)
+    # BUG: the others end with a TypeError and 70; with a vocabulary of 0 an empty model is written.
+    assert (call.code, field in call.err) == (5, True)
+
+
+@pytest.mark.parametrize("key", ["decoder.layers.{}.mlp.linear_fc2.weight", "decoder.odd.{}.weight"])
+def test_keys_with_numbers_that_are_too_long(key: str, tmp_path: Path, ckpttool: Run) -> None:
+    role = make(tmp_path, dialect="indexed")
+    role.put_all({key.format("9" * 5000): torch.ones(32, 48)})
+    # BUG: Python reads no number of more than 4,300 digits: a ValueError and 70.
+    assert ckpttool("to-hf", role.path, "-o", role.output).code == 5
+
+
+def test_an_expert_that_is_missing_makes_no_other_unknown(tmp_path: Path) -> None:
+    role = make(tmp_path, "gpt_oss", dialect="singleton")
+    gone = [f"decoder.layers.0.mlp.experts.experts.{e}.linear_fc2.weight" for e in (0, 2)]
+    role.put_all(dict.fromkeys(gone))
+    error = refused(role)
+    assert error.data["missing"] == ["model.layers.0.mlp.experts.down_proj"]
+    # BUG: the first one that is missing ends the search, so that all behind it are "unknown".
+    assert error.data["unknown"] == []
