@@ -17,8 +17,10 @@ from benchmarks.bars import Limits, Measured, print_bar
 from benchmarks.measure import Run, require_room, run, take_away
 from benchmarks.merging import CAT
 
-FREE_GB = 6
+FREE_GB = 10
 """What has to be free: an archive and two models converted from it."""
+UNLESS_FULL = '"$@"; test $? = 0 -o $? = 6'
+"""A plan that would not fit on the disk ends with 6, and is a plan all the same."""
 LIMITS = Limits(slower=2.0, faster=3.0, part=0.2, peak=200.0)
 DRY_RUNS = 3
 COPY = "cat and sync"
@@ -85,7 +87,8 @@ def _dry_run(case: Case, folder: Path, ckpttool: str) -> bool:
     """Its data files are all holes: nothing but their number, names and lengths is true."""
     role, out = folder / case.kind, folder / "converted"
     megatron.write(case.kind, role)
-    done = [run([ckpttool, "to-hf", str(role), "-o", str(out), "--dry-run", "--no-progress"]) for _ in range(DRY_RUNS)]
+    command = [ckpttool, "to-hf", str(role), "-o", str(out), "--dry-run", "--no-progress"]
+    done = [run(["sh", "-c", UNLESS_FULL, "sh", *command]) for _ in range(DRY_RUNS)]
     if out.exists():
         raise RuntimeError(f"{case.title} wrote {out}")
     peak = max(r.peak for r in done)

@@ -104,8 +104,8 @@ def _save_dense(role: Path) -> None:
         megatron_save.write_transformer_config(role / "transformer_config.json", training)
 
 
-def moe_role(role: Path, *, layers: int = 26, experts: int = 128, width: int = 256, tp: int = 2) -> int:
-    """Write a Qwen3-MoE of 1.3 GB in many small records, and return how many there are."""
+def moe_role(role: Path, *, layers: int = 26, experts: int = 128, width: int = 512, tp: int = 2) -> int:
+    """Write a Qwen3-MoE of 2.7 GB in many small records, and return how many there are."""
     from transformers import Qwen3MoeConfig
 
     from tests.writers.side_files import write_side_files
@@ -148,7 +148,7 @@ def moe_role(role: Path, *, layers: int = 26, experts: int = 128, width: int = 2
     return _write_archive(role / "dist_ckpt", tensors, tp, write)
 
 
-def gpt_oss_role(role: Path, *, layers: int = 36, experts: int = 128, tp: int = 8, fc1_records: int = 1) -> int:
+def gpt_oss_role(role: Path, *, layers: int = 36, experts: int = 128, tp: int = 8, fc1_records: int = 2) -> int:
     """Write the shapes of gpt-oss-120b, its data files all holes, and return how many records there are."""
     from transformers import GptOssConfig
 

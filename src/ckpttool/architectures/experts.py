@@ -34,8 +34,7 @@ QWEN_SIZES = {"experts": ("num_experts", "num_local_experts"), "expert_ffn": ("m
 
 def is_sparse(model: Model, layer: int) -> bool:
     """Tell whether a layer of a Qwen model has experts."""
-    dense, every = model.config.get("mlp_only_layers") or (), model.config.get("decoder_sparse_step") or 1
-    return layer not in dense and model.size("experts") > 0 and (layer + 1) % every == 0
+    return layer not in model.numbers("mlp_only_layers") and (layer + 1) % model.number("decoder_sparse_step", 1) == 0
 
 
 def _mixtral(_model: Model, _layer: int) -> Table:

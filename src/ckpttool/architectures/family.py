@@ -35,6 +35,10 @@ TOP: Table = (
 HEAD = Weight("lm_head.weight", Vocabulary("output_layer.weight"), ("vocab", "hidden"))
 
 
+MOST = 1 << 31
+"""Sizes from here on are no sizes of a model."""
+
+
 def no_blocks(_model: Model) -> Iterator[Block]:
     """Yield nothing: the family has nothing beside its layers."""
     yield from ()
@@ -47,8 +51,9 @@ class Family:
     ``layer`` returns the table of a layer for a configuration; ``more`` yields blocks beside the layers (multi-token
     prediction). ``sizes`` adds to the fields that sizes are read from, ``optional`` to those that may be missing,
     ``products`` and ``sums`` are those that follow from others. ``classifies`` is whether transformers has a class of
-    it with a head for the classification of tokens. ``proven`` is whether a checkpoint that megatron-core wrote was
-    converted and gave the logits of the model that wrote it.
+    it with a head for the classification of tokens. ``predicts`` is how many blocks of multi-token prediction
+    transformers takes where the configuration does not say. ``proven`` is whether a checkpoint that megatron-core
+    wrote was converted and gave the logits of the model that wrote it.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Family:
     sums: Fields = field(default_factory=dict)
     classifies: bool = True
     gated_attention: bool = False
+    predicts: int = 0
     proven: bool = False
 
     def blocks(self, model: Model) -> Iterator[Block]:
@@ -81,7 +87,8 @@ class Family:
         lacking = []
         optional = {**OPTIONAL, **self.optional}
         for name, places in {**SIZES, **self.sizes, **optional}.items():
-            place = next((place for place in places if _is_size(config.get(place))), None)
+            least = 0 if name in optional else 1
+            place = next((place for place in places if _is_size(config.get(place), least)), None)
             if place is not None:
                 sizes[name], fields[name] = config[place], place
             elif name in optional:
@@ -104,12 +111,12 @@ class Family:
         return sizes, fields
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
+def _is_size(value: object, least: int) -> bool:
+    return type(value) is int and least <= value < MOST
 
 
 def _add_head_dim(config: Mapping[str, Any], sizes: dict[str, int], fields: dict[str, str]) -> None:
-    if _is_size(config.get("head_dim")):
+    if _is_size(config.get("head_dim"), 1):
         sizes["head_dim"], fields["head_dim"] = config["head_dim"], "head_dim"
     else:
         sizes["head_dim"] = sizes["hidden"] // max(sizes["heads"], 1)

@@ -83,8 +83,7 @@ _LATENT_SUMS = {"kv_down": ("kv_lora", "rope_dim"), "kv_up": ("nope_dim", "v_dim
 
 def _experts(model: Model, layer: int, bias: Table) -> Table:
     """Return the second half of a layer: dense in the first ones, experts in the others."""
-    every = model.config.get("moe_layer_freq") or 1
-    if layer < (model.config.get("first_k_dense_replace") or 0) or (isinstance(every, int) and layer % every):
+    if layer < model.number("first_k_dense_replace", 0) or layer % model.number("moe_layer_freq", 1):
         return MLP
     shared = shared_experts("shared_experts", "shared*expert_ffn") if model.size("shared") else ()
     return (*ROUTER, *bias, EXPERTS, *shared)
@@ -137,6 +136,7 @@ DEEPSEEK_V3 = Family(
     title="DeepSeek-V3 and R1, Moonlight, Kimi-K2",
     model_types=("deepseek_v3", "kimi_k2"),
     layer=_deepseek_v3,
+    predicts=1,
     more=partial(_prediction, _deepseek_v3),
     sizes=_LATENT_SIZES,
     optional={**_SHARED, "q_lora": ("q_lora_rank",)},
@@ -148,6 +148,7 @@ GLM4_MOE = Family(
     title="GLM-4.5, 4.6 and 4.7",
     model_types=("glm4_moe",),
     layer=_glm4_moe,
+    predicts=1,
     more=partial(_prediction, _glm4_moe),
     sizes=_SIZES,
     optional=_SHARED,

@@ -171,7 +171,7 @@ def _layer(model: Model, layer: int) -> Table:
     if isinstance(types, list) and layer < len(types):
         attends = types[layer] == "full_attention"
     else:
-        attends = (layer + 1) % (model.config.get("full_attention_interval") or 4) == 0
+        attends = (layer + 1) % model.number("full_attention_interval", 4) == 0
     return (*_NORMS, *(_GATED if attends else _DELTA_NET), *_mlp(model, layer))
 
 

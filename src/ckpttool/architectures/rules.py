@@ -9,11 +9,12 @@ all of the gate, then all of the up projection, whatever the parallel layout was
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckpttool.architectures.slots import Slot
+from ckpttool.errors import Unmapped
 from ckpttool.plan import Arrangement, Dropped, Rows
 from ckpttool.tensors import Index
 
@@ -23,10 +24,7 @@ PRODUCERS = (NVIDIA, SWIFT)
 
 
 class Absent(Exception):
-    """The checkpoint has none of the keys that a tensor could be made of."""
-
-    def __init__(self, *keys: str) -> None:
-        super().__init__(" or ".join(keys))
+    """The checkpoint lacks what a tensor is made of: each argument names a slot, or those that would do instead."""
 
 
 class Contradiction(Exception):
@@ -69,6 +67,29 @@ class Model:
         value = self.config.get(name)
         return default if value is None else bool(value)
 
+    def number(self, name: str, default: int) -> int:
+        """Return a whole number of the configuration; raises :class:`Unmapped` for anything else under its name."""
+        value = self.config.get(name)
+        if value is None:
+            return default
+        if type(value) is not int or value < min(default, 1):
+            raise _no_number(name, value)
+        return value
+
+    def numbers(self, name: str) -> list[int]:
+        """Return a list of whole numbers of the configuration, empty where it has none."""
+        value = self.config.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(type(entry) is int for entry in value):
+            raise _no_number(name, value)
+        return value
+
+
+def _no_number(name: str, value: object) -> Unmapped:
+    shown = repr(value)
+    return Unmapped(f"config.json: {name} is {shown[:40]}, which makes no sense", code="config-lacks")
+
 
 def _factors(text: str | int) -> list[str | int]:
     return [text] if isinstance(text, int) else list(text.split("*"))
@@ -103,7 +124,7 @@ class Place:
             if key in self.slots:
                 self.taken.keys.add(key)
                 return self.slots[key]
-        raise Absent(*keys)
+        raise Absent(" or ".join(keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +282,7 @@ class Joined:
 
     def make(self, place: Place) -> Made:
         """Return the rows of all."""
-        return _joined([recipe.make(place) for recipe in self.recipes])
+        return _joined(_all_made((recipe, place) for recipe in self.recipes))
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -312,8 +333,8 @@ class Experts:
 
     def make(self, place: Place) -> Made:
         """Return the rows of one expert after the other."""
-        several = [self.recipe.make(place.of(expert)) for expert in range(place.model.size("experts"))]
-        made = _joined(several)
+        experts = range(place.model.size("experts"))
+        made = _joined(_all_made((self.recipe, place.of(expert)) for expert in experts))
         view = place.model.shape(self.view)
         arrangement = Arrangement(view, self.order or tuple(range(len(view))), len(view) - len(made.shape) + 1)
         if arrangement.concatenated != made.shape:
@@ -322,6 +343,25 @@ class Experts:
                 f"all of {made.origin} are {stored}, by config.json ({place.model.said(*self.view)}) {wanted}"
             )
         return Made(made.parts, arrangement.turned, made.dtypes, made.origin, arrangement)
+
+
+def _all_made(recipes: Iterable[tuple[Recipe, Place]]) -> list[Made]:
+    """Make all of them, so that no slot seems unknown because another is missing; then raise what went wrong."""
+    several: list[Made] = []
+    lacking: dict[str, None] = {}
+    contradiction = None
+    for recipe, place in recipes:
+        try:
+            several.append(recipe.make(place))
+        except Absent as absent:
+            lacking.update(dict.fromkeys(absent.args))
+        except Contradiction as error:
+            contradiction = error
+    if contradiction is not None:
+        raise contradiction
+    if lacking:
+        raise Absent(*lacking)
+    return several
 
 
 def _joined(several: list[Made]) -> Made:

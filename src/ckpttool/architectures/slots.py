@@ -17,14 +17,17 @@ from ckpttool.formats.findings import Findings
 from ckpttool.plan import Rows
 from ckpttool.tensors import Box, Index, TensorInfo
 
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+"""A layer or expert in a key; what has leading zeros or does not end is no number of one."""
+
+NUMBERS = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
 
 PREFIXES = ("model.module.module.", "model.module.", "module.module.", "model.", "module.")
 """What wrappers put before every key; native checkpoints have nothing there."""
 
-_STACK = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
-_EXPERTS = re.compile(r"(.*\.)?experts\.experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
-_MTP = re.compile(r"(mtp\.layers\.\d+)\.mtp_model_layer\.(?!layers\.)(.+)")
+_STACK = re.compile(rf"(decoder\.layers)\.(?!{NUMBER}\.)(.+)")
+_EXPERTS = re.compile(rf"(.*\.)?experts\.experts\.(?:({NUMBER})\.)?(linear_fc[12]\..+)")
+_MTP = re.compile(rf"(mtp\.layers\.{NUMBER})\.mtp_model_layer\.(?!layers\.)(.+)")
 _NAMES = {"decoder.final_norm.weight": "decoder.final_layernorm.weight"}
 
 
@@ -54,7 +57,7 @@ class Slot:
     @property
     def origin(self) -> str:
         """The source with stars for layers and experts: the same for all that are alike."""
-        return _NUMBERS.sub("*", self.source)
+        return NUMBERS.sub("*", self.source)
 
     @property
     def stored_as(self) -> str:

@@ -6,9 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
+from ckpttool.architectures.slots import NUMBER
 from ckpttool.formats.findings import ranges
 
-_NUMBER = re.compile(r"(?<![^.\[ ])\d+(?![^.\], ])")
+_NUMBER = re.compile(rf"(?<![^.\[ ]){NUMBER}(?![^.\], ])")
+
+
+_HERE = "\0"
+"""Stands where a number was; no name of a tensor has one."""
 
 
 def folded(names: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -16,7 +21,7 @@ def folded(names: Iterable[str]) -> Iterator[tuple[str, int]]:
     groups: dict[str, set[tuple[int, ...]]] = {}
     for name in names:
         numbers = tuple(int(found) for found in _NUMBER.findall(name))
-        groups.setdefault(_NUMBER.sub("*", name), set()).add(numbers)
+        groups.setdefault(_NUMBER.sub(_HERE, name), set()).add(numbers)
     for pattern, found in groups.items():
         yield from ((_filled(pattern, axes), math.prod(map(len, axes))) for axes in _boxes(found))
 
@@ -38,4 +43,4 @@ def _boxes(found: set[tuple[int, ...]]) -> list[list[set[int]]]:
 def _filled(pattern: str, axes: list[set[int]]) -> str:
     texts = iter(ranges(axis).replace(", ", ",") for axis in axes)
     several = iter(len(axis) > 1 for axis in axes)
-    return re.sub(r"\*", lambda _: f"[{next(texts)}]" if next(several) else next(texts), pattern)
+    return re.sub(_HERE, lambda _: f"[{next(texts)}]" if next(several) else next(texts), pattern)

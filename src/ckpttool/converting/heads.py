@@ -66,6 +66,9 @@ def _value_head(mapped: Mapped, config: ModelConfig, family: Family, named: str,
         fields["id2label"] = ({str(n): name for n, name in enumerate(names)}, what)
         fields["label2id"] = ({name: n for n, name in enumerate(names)}, what)
     head = Head(config, fields, {"num_labels": f"id2label names {rows}"} if fields else {})
+    if given and named.endswith(_BASE):
+        message = f"{what}, and {named} (--architecture) has none: its head over the vocabulary would be made up"
+        return replace(head, problems=(Problem(code="head-disagrees", message=message),))
     if given:
         head = _with_class(head, named, "--architecture")
     elif not named.endswith(CLASSIFIES):

@@ -20,11 +20,12 @@ from ckpttool.architectures.rules import (
     Undecided,
     Weight,
 )
-from ckpttool.architectures.slots import Slot
+from ckpttool.architectures.slots import NUMBER, Slot
 from ckpttool.converting.reference import Reference
 from ckpttool.errors import Problem
 from ckpttool.formats.findings import ranges
 from ckpttool.plan import Dropped, Target
+from ckpttool.tensors import CASTABLE
 
 OUTPUT_LAYER = "output_layer.weight"
 OUTPUT_BIAS = "output_layer.bias"
@@ -44,7 +45,7 @@ class Mapped:
 
     targets: list[Target] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unknown: list[Slot] = field(default_factory=list)
     contradictions: dict[str, list[str]] = field(default_factory=dict)
     undecided: list[str] = field(default_factory=list)
@@ -100,24 +101,33 @@ def _add(mapped: Mapped, name: str, weight: Weight, place: Place, twice: str = "
     try:
         made = weight.recipe.make(place)
     except Absent as absent:
-        mapped.missing[name] = str(absent)
+        mapped.missing[name] = absent.args
     except Contradiction as contradiction:
         mapped.contradictions.setdefault(str(contradiction), []).append(name)
     except Undecided as undecided:
         mapped.undecided.append(str(undecided))
     else:
-        shape = place.model.shape(weight.shape)
+        shape, dtype = place.model.shape(weight.shape), _dtype(made)
         if made.arrangement is None and made.shape != shape:
             said = place.model.said(*weight.shape)
-            text = f"{made.origin} gives {list(made.shape)}, config.json ({said}) wants {list(shape)}"
+            by = f"config.json ({said})" if said else f"{weight.name}"
+            text = f"{made.origin} gives {list(made.shape)}, {by} wants {list(shape)}"
             mapped.contradictions.setdefault(text, []).append(name)
-        mapped.targets.append(Target(name, _dtype(made), shape, made.parts, made.arrangement, twice, made.shift))
+        if dtype is None:
+            text = f"{made.origin} is stored in {' and '.join(made.dtypes)}, which no dtype holds both of"
+            mapped.contradictions.setdefault(text, []).append(name)
+        mapped.targets.append(
+            Target(name, dtype or made.dtypes[0], shape, made.parts, made.arrangement, twice, made.shift)
+        )
 
 
-def _dtype(made: Made) -> str:
-    """Return the dtype that loses nothing: what it is stored in, the widest one where its parts differ."""
-    widest = ("float64", "float32", "bfloat16", "float16")
-    return min(made.dtypes, key=lambda name: widest.index(name) if name in widest else 0)
+def _dtype(made: Made) -> str | None:
+    """Return the dtype that loses nothing of parts that are stored in several; ``None`` where there is none."""
+    if len(made.dtypes) == 1:
+        return made.dtypes[0]
+    if not CASTABLE.issuperset(made.dtypes):
+        return None
+    return "float64" if "float64" in made.dtypes else "float32"
 
 
 def _add_head(mapped: Mapped, place: Place, labels: int) -> None:
@@ -135,50 +145,45 @@ def _add_head(mapped: Mapped, place: Place, labels: int) -> None:
     _add(mapped, HEAD.name, HEAD, place)
 
 
-def counts(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
-    """Yield where the checkpoint and the configuration disagree about layers, experts or predicted tokens."""
-    yield from _layers(model, slots)
-    yield from _experts(model, slots)
-    yield from _mtp(model, slots)
+_COUNTED = {
+    "layers": r"decoder\.layers\.",
+    "experts": r".*\.mlp\.experts\.",
+    "mtp": r"mtp\.layers\.",
+}
+_CALLED = {"layers": "layer%s", "experts": "expert%s", "mtp": "block%s of multi-token prediction"}
 
 
-def _numbered(slots: Iterable[str], pattern: str) -> set[int]:
-    match = re.compile(pattern).match
-    return {int(found[1]) for found in map(match, slots) if found}
+def counts(model: Model, slots: Iterable[str]) -> tuple[list[Problem], dict[str, int]]:
+    """Return where the checkpoint and the configuration disagree about how many there are, and how many are stored."""
+    keys = list(slots)
+    problems, stored = [], {}
+    for size, prefix in _COUNTED.items():
+        found, wanted = numbered(keys, prefix), model.sizes.get(size, 0)
+        if found != set(range(wanted)):
+            problems.append(_disagree(model, size, found))
+            if found == set(range(len(found))):  # what else there is to say is said of as many
+                stored[size] = len(found)
+    return problems, stored
 
 
-def _layers(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
-    stored, wanted = _numbered(slots, r"decoder\.layers\.(\d+)\."), model.size("layers")
-    if stored != set(range(wanted)):
-        held = f"{len(stored)} layers" if stored == set(range(len(stored))) else f"the layers {ranges(stored)}"
-        message = f"the checkpoint has {held}, config.json says {model.said('layers')}"
-        yield Problem(code="layers-disagree", message=message, hint=_WHICH_CONFIG)
+def _disagree(model: Model, size: str, found: set[int]) -> Problem:
+    several = _CALLED[size] % "s"
+    counted = f"{len(found)} {_CALLED[size] % ('s' * (len(found) != 1))}" if found else f"no {several}"
+    held = counted if found == set(range(len(found))) else f"the {several} {ranges(found)} alone"
+    said = model.said(size) if size in model.sizes else f"nothing of {several}"
+    hint = "To leave them out of weights and config: --no-mtp." if size == "mtp" else _WHICH_CONFIG
+    return Problem(code=f"{size}-disagree", message=f"the checkpoint has {held}, config.json says {said}", hint=hint)
 
 
-def _experts(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
-    stored, wanted = _numbered(slots, r".*\.mlp\.experts\.(\d+)\."), model.sizes.get("experts", 0)
-    if stored != set(range(wanted)):
-        held = f"{len(stored)} experts" if stored == set(range(len(stored))) else f"the experts {ranges(stored)}"
-        said = model.said("experts") if wanted else "nothing of experts"
-        message = f"the checkpoint has {held or 'no experts'}, config.json says {said}"
-        yield Problem(code="experts-disagree", message=message, hint=_WHICH_CONFIG)
+def numbered(keys: Iterable[str], prefix: str) -> set[int]:
+    """Return the numbers that follow a prefix in keys."""
+    match = re.compile(rf"{prefix}({NUMBER})\.").match
+    return {int(found[1]) for found in map(match, keys) if found}
 
 
 def predictions(slots: Iterable[str]) -> int:
     """Return how many blocks of multi-token prediction are stored."""
-    return len(_numbered(slots, _MTP_BLOCK))
-
-
-_MTP_BLOCK = r"mtp\.layers\.(\d+)\."
-
-
-def _mtp(model: Model, slots: Mapping[str, Slot]) -> Iterator[Problem]:
-    stored, wanted = _numbered(slots, _MTP_BLOCK), model.size("mtp")
-    if stored == set(range(wanted)):
-        return
-    held = f"{len(stored)} of them" if stored else "none"
-    message = f"blocks of multi-token prediction: the checkpoint has {held}, config.json says {model.said('mtp')}"
-    yield Problem(code="mtp-disagree", message=message, hint="To leave them out of model and config: --no-mtp.")
+    return len(numbered(slots, _COUNTED["mtp"]))
 
 
 _WHICH_CONFIG = "Is it the config.json of this model? Give the directory of the right one: --hf-config DIR."

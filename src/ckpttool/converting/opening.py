@@ -33,6 +33,10 @@ _NOT_IN_THE_WAY = ("common-missing", "not-finalised")
 """What Megatron's own loader refuses: the index is complete without it, and every tensor is checked against that."""
 
 
+EVERY = 1 << 30
+"""Names of damaged parts that are told: all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """The archive and what lies beside it; ``tensors`` are those of the model, by their keys."""
@@ -49,7 +53,7 @@ class Opened:
 
 def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) -> Opened:
     """Read all indexes and refuse, with everything that is wrong, what is no whole Megatron model."""
-    source = dcp.open_(archive)
+    source = dcp.open_(archive, named=EVERY)
     problems = [_sorted_out(problem) for problem in source.problems]
     _refuse(source, problems)
     tensors = {name: t for name, t in source.tensors.items() if source.part_of(name) == "model"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from ckpttool.architectures import find, named
 from ckpttool.architectures.family import HEAD, Family
 from ckpttool.architectures.rules import Model
-from ckpttool.architectures.slots import Slot, take_apart
+from ckpttool.architectures.slots import NUMBERS, Slot, take_apart
 from ckpttool.converting import heads, settings
 from ckpttool.converting.folding import folded
 from ckpttool.converting.mapping import Mapped, counts, map_weights, predictions, without_mtp
@@ -25,8 +24,6 @@ from ckpttool.export.precision import KEPT
 from ckpttool.plan import Dropped, Target, faults
 from ckpttool.reading import Reader
 from ckpttool.tensors import CASTABLE, DTYPE_BITS, TensorInfo
-
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 
 QUANTISATION = ("quantization_config", "compression_config")
 
@@ -52,18 +49,26 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     slots, twice = take_apart(opened.tensors)
     left_out = without_mtp(slots) if not options.mtp else []
     family, model = _model(opened, slots, options)
-    _refuse(opened, family, [*twice, *counts(model, slots)])
+    vision = [slot for key, slot in slots.items() if key.startswith(_VISION)]
+    _refuse(opened, family, list(_of_vision(vision)), Mapped(unknown=vision))
+    disagreements, stored = counts(model, slots)
     config = opened.config
-    mapped = map_weights(family, model, slots, like, labels=heads.labels_of(config))
+    labels = heads.labels_of(config)
+    mapped = map_weights(family, replace(model, sizes={**model.sizes, **stored}), slots, like, labels=labels)
     mapped.dropped += left_out
     head = heads.decide(mapped, config, family, options.architecture)
-    _refuse(opened, family, [*_misfits(mapped, opened, like, head.config), *head.problems], mapped)
+    _refuse(opened, family, [*twice, *disagreements, *_misfits(mapped), *head.problems], mapped)
     if mapped.undecided:
         raise _undecided(opened, mapped)
     tie = _tie(mapped, opened, head.config, options)
+    _refuse(opened, family, [problem for problem in tie.problems if problem.code in _MISSING], mapped)
     _drop_head(mapped, tie)
+    if like is not None and not tie.problems:
+        _refuse(opened, family, list(_unlike(mapped, like)), mapped)
     targets = _named(_with_dtypes(mapped.targets, like, options), like)
-    edits = Edits(tie.untie, {**head.fields, **_no_mtp(config, options)}, {**head.removed, **_unquantised(targets)})
+    edits = Edits(
+        tie.untie, {**head.fields, **_no_mtp(config, family, options)}, {**head.removed, **_unquantised(targets)}
+    )
     notes = [Problem(code="tied", message=note, severity="note") for note in tie.notes]
     problems = (*tie.problems, *faults(targets, mapped.dropped, opened.tensors))
     return Draft(family, model, tuple(targets), tuple(mapped.dropped), edits, problems, tuple(notes))
@@ -100,20 +105,31 @@ def _refuse(opened: Opened, family: Family, problems: list[Problem], mapped: Map
     raise error
 
 
-def _misfits(mapped: Mapped, opened: Opened, like: Reference | None, config: ModelConfig) -> Iterator[Problem]:
+_MISSING = ("head-missing", "embedding-missing")
+_VISION = ("language_model.", "vision_model.", "visual.", "vision_tower.", "vision_projection.", "mm_projector.")
+
+
+def _of_vision(slots: Iterable[Slot]) -> Iterator[Problem]:
+    """Yield the tensors of models of vision and language: the text alone would be half of the model."""
+    for text, count in folded(slot.stored_as for slot in slots):
+        hint = "A model of vision and language: only models of text are converted."
+        yield Problem(code="weight-unknown", message=f"unknown{_times(count)}: {text}", hint=hint)
+
+
+def _misfits(mapped: Mapped) -> Iterator[Problem]:
     """Yield everything that is missing, unknown or contradictory: few lines, but every name is in one of them."""
     for text, names in mapped.contradictions.items():
         yield Problem(code="shapes-disagree", message=f"{text}: {', '.join(name for name, _ in folded(names))}")
-    by_keys: dict[str, list[str]] = {}
+    by_keys: dict[tuple[str, ...], list[str]] = {}
     for name, keys in mapped.missing.items():
-        by_keys.setdefault(_NUMBERS.sub("*", keys), []).append(name)
+        alike = tuple(NUMBERS.sub("*", key) for key in keys) if len(keys) == 1 else keys
+        by_keys.setdefault(alike, []).append(name)
     for keys, names in by_keys.items():
+        lacking = " and ".join(key for key, _ in folded(keys))
         for text, count in folded(names):
-            yield Problem(code="weight-missing", message=f"missing{_times(count)}: {text} (from {keys})")
+            yield Problem(code="weight-missing", message=f"missing{_times(count)}: {text} (from {lacking})")
     for text, count in folded(slot.stored_as for slot in mapped.unknown):
         yield Problem(code="weight-unknown", message=f"unknown{_times(count)}: {text}", hint=_hint(text))
-    if like is not None and not mapped.missing:
-        yield from _unlike(mapped, like, config)
 
 
 def _times(count: int) -> str:
@@ -121,23 +137,30 @@ def _times(count: int) -> str:
 
 
 def _hint(name: str) -> str:
-    if name.startswith(("language_model.", "vision_model.", "visual.", "vision_tower.", "vision_projection.")):
-        return "A model of vision and language: only models of text are converted."
     if ".self_attention.linear_qgkv." in name:
         return "Written by Pai-Megatron-Patch, whose layers are not mapped."
     return ""
 
 
-def _unlike(mapped: Mapped, like: Reference, config: ModelConfig) -> Iterator[Problem]:
-    """Yield the names that only the reference has, and those that it does not have."""
-    written = {target.name for target in mapped.targets}
-    tied = {HEAD.name} if config.said_ties == frozenset([True]) else set()
-    for text, count in folded(sorted(like.wanted - written - tied)):
-        message = f"in the reference only{_times(count)}: {text}"
-        yield Problem(code="only-in-reference", message=message, hint=f"The reference is {like.path} (--like).")
-    for text, count in folded(name for name in written - tied if not like.has(name)):
-        message = f"not in the reference{_times(count)}: {text}"
-        yield Problem(code="not-in-reference", message=message, hint=f"The reference is {like.path} (--like).")
+def _unlike(mapped: Mapped, like: Reference) -> Iterator[Problem]:
+    """Yield the names that only the reference has, and those that it does not have, and other shapes.
+
+    A head that is missing here is an alias by now.
+    """
+    written = {target.name: target for target in mapped.targets}
+    hint = f"The reference is {like.path} (--like)."
+    for text, count in folded(sorted(like.wanted - written.keys() - {HEAD.name})):
+        yield Problem(code="only-in-reference", message=f"in the reference only{_times(count)}: {text}", hint=hint)
+    for text, count in folded(name for name in written if not like.has(name)):
+        yield Problem(code="not-in-reference", message=f"not in the reference{_times(count)}: {text}", hint=hint)
+    others: dict[str, list[str]] = {}
+    for name, target in written.items():
+        shape = like.shape(name)
+        if shape is not None and shape != target.shape:
+            others.setdefault(f"{list(target.shape)} here, {list(shape)} in the reference", []).append(name)
+    for text, names in others.items():
+        shown = ", ".join(name for name, _ in folded(names))
+        yield Problem(code="shapes-disagree", message=f"{text}: {shown}", hint=hint)
 
 
 def _undecided(opened: Opened, mapped: Mapped) -> UsageError:
@@ -206,9 +229,12 @@ def _named(targets: list[Target], like: Reference | None) -> list[Target]:
     return [replace(target, name=like.renamed.get(target.name, target.name)) for target in targets]
 
 
-def _no_mtp(config: ModelConfig, options: Options) -> Mapping[str, tuple[int, str]]:
-    field = "num_nextn_predict_layers"
-    return {field: (0, "--no-mtp")} if not options.mtp and config.values.get(field) else {}
+_MTP_FIELD = "num_nextn_predict_layers"
+
+
+def _no_mtp(config: ModelConfig, family: Family, options: Options) -> Mapping[str, tuple[int, str]]:
+    said = config.values.get(_MTP_FIELD, family.predicts)
+    return {_MTP_FIELD: (0, "--no-mtp")} if not options.mtp and said else {}
 
 
 def _unquantised(targets: list[Target]) -> Mapping[str, str]:

@@ -37,6 +37,11 @@ class Reference:
         known = self.tensors.get(name)
         return known[0] if known is not None and known[0] in CASTABLE else None
 
+    def shape(self, name: str) -> Index | None:
+        """Return the shape of a tensor that is a plain float there: quantised ones may be packed."""
+        known = self.tensors.get(name)
+        return known[1] if known is not None and known[0] in CASTABLE else None
+
     @property
     def wanted(self) -> frozenset[str]:
         """What an output has to hold: every name but scales of quantised weights and what is computed when loading."""
@@ -45,11 +50,6 @@ class Reference:
     def has(self, name: str) -> bool:
         """Tell whether a tensor is there, be it quantised under other names."""
         return name in self.tensors or any(f"{name}{suffix}" in self.tensors for suffix in ("_blocks", "_packed"))
-
-    @property
-    def quantised(self) -> frozenset[str]:
-        """Tensors that only quantised weights have."""
-        return frozenset(n for n in self.tensors if _SCALES.fullmatch(n))
 
 
 def read_reference(folder: Path) -> Reference:

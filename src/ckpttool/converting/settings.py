@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckpttool import layout
 from ckpttool.architectures.rules import NVIDIA, SWIFT
-from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.errors import BrokenCheckpoint, Problem
 from ckpttool.export.config import ModelConfig
 from ckpttool.formats.dcp import DcpSource
 from ckpttool.formats.jsonfile import read_object, read_raw
@@ -22,7 +21,7 @@ RUN_CONFIG = "run_config.yaml"
 SWIFT_ARGS = "args.json"
 
 _MODEL_ID = re.compile(rb"^\s*hf_model_id:\s*['\"]?([^'\"\s]+)", re.MULTILINE)
-_YAML = re.compile(rb"^\s*(%s):\s*(\d+)\s*$" % b"|".join(name.encode() for name in INTERLEAVED), re.MULTILINE)
+_YAML = re.compile(rb"^\s*(%s):\s*([0-9]{1,9})\s*$" % b"|".join(name.encode() for name in INTERLEAVED), re.MULTILINE)
 
 
 def arguments(source: DcpSource) -> Mapping[str, Any]:
@@ -33,22 +32,30 @@ def arguments(source: DcpSource) -> Mapping[str, Any]:
 
 
 def interleaved(source: DcpSource) -> Mapping[str, int]:
-    """Return the sizes of interleaved blocks, from wherever a trainer keeps its settings."""
-    found: dict[str, Any] = {}
-    root = source.root
-    for folder in (root, root.parent, root.parent.parent):
-        found |= _of_json(folder / layout.TRANSFORMER_CONFIG)
+    """Return the sizes of interleaved blocks, from wherever a trainer keeps its settings: the nearest file has it.
+
+    Raises :class:`BrokenCheckpoint` for settings that cannot be read: the shapes do not show how rows lie.
+    """
+    root, found = source.root, _plain(arguments(source))
     if (root / RUN_CONFIG).is_file():
         found |= {name.decode(): int(size) for name, size in _YAML.findall(read_raw(root / RUN_CONFIG))}
-    found |= {name: value for name, value in arguments(source).items() if name in INTERLEAVED}
-    return {name: found[name] for name in INTERLEAVED if type(found.get(name)) is int and found[name] > 0}
+    for folder in (root, root.parent, root.parent.parent):
+        file = folder / layout.TRANSFORMER_CONFIG
+        if file.is_file():
+            try:
+                return _positive(_plain(read_object(file)) | found)
+            except BrokenCheckpoint as error:
+                hint = "It says whether gate and up rows are interleaved; mend it, or move it away if they are not."
+                raise BrokenCheckpoint(f"{file}: {error.message}", hint=hint, code=error.code) from error
+    return _positive(found)
 
 
-def _of_json(path: Path) -> dict[str, Any]:
-    try:
-        return {n: v for n, v in read_object(path).items() if n in INTERLEAVED} if path.is_file() else {}
-    except CkpttoolError:
-        return {}
+def _plain(values: Mapping[str, Any]) -> dict[str, int]:
+    return {name: values[name] for name in INTERLEAVED if type(values.get(name)) is int}
+
+
+def _positive(found: Mapping[str, int]) -> Mapping[str, int]:
+    return {name: size for name, size in found.items() if size > 0}
 
 
 _SAME = (

@@ -21,7 +21,7 @@ from typing import Any
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
 from ckpttool.formats.dcpkeys import COMMON_FILE, is_megatron_key, part_of, writer
-from ckpttool.formats.findings import OTHER_NODES, Findings, listing
+from ckpttool.formats.findings import OTHER_NODES, SHOWN, Findings, listing
 from ckpttool.formats.jsonfile import read_object
 from ckpttool.records import METADATA_NAMES, dtype_name, is_record, shape_of
 from ckpttool.tensors import Index, Piece, Place, TensorInfo, Wrap, dtype_bytes, tiling_faults
@@ -79,14 +79,16 @@ def detect(path: Path) -> tuple[str, ...] | None:
     return tuple(evidence)
 
 
-def open_(path: Path) -> DcpSource:
-    """Open an archive; damage becomes :attr:`DcpSource.problems`, :class:`Refused` is raised."""
+def open_(path: Path, *, named: int = SHOWN) -> DcpSource:
+    """Open an archive; damage becomes :attr:`DcpSource.problems`, :class:`Refused` is raised.
+
+    A problem names at most ``named`` tensors or files.
+    """
     with collector_paused():
-        return _open(path)
+        return _open(path, Findings(most=named))
 
 
-def _open(path: Path) -> DcpSource:
-    found = Findings()
+def _open(path: Path, found: Findings) -> DcpSource:
     backend = _backend(path, found)
     metadata, names = _metadata(path, found)
     storage = _storage(metadata, found)
@@ -292,7 +294,7 @@ def _check_files(path: Path, storage: Mapping[tuple[str, Index | None], Place], 
         found.problems.append(
             Problem(
                 code="file-missing",
-                message=f"{len(missing)} of {len(needed)} data files missing: {listing(missing)}",
+                message=f"{len(missing)} of {len(needed)} data files missing: {listing(missing, found.most)}",
                 hint=OTHER_NODES,
             )
         )

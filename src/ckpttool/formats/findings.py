@@ -11,11 +11,16 @@ from ckpttool.errors import CkpttoolError, Problem
 OTHER_NODES = "A multi-node run leaves each node's files on its own disk: copy them all into this directory."
 
 
+SHOWN = 8
+"""Names that a line has at most, where nobody asks for all of them."""
+
+
 @dataclass(slots=True)
 class Findings:
-    """Problems of one checkpoint, gathered so that a thousand tensors of one kind make one line."""
+    """Problems of one checkpoint, gathered so that a thousand tensors of one kind make one line of ``most`` names."""
 
     problems: list[Problem] = field(default_factory=list)
+    most: int = SHOWN
     grouped: dict[tuple[str, str], tuple[dict[str, None], set[int]]] = field(
         default_factory=lambda: defaultdict(lambda: ({}, set()))
     )
@@ -34,13 +39,13 @@ class Findings:
     def all(self) -> tuple[Problem, ...]:
         """Return everything found."""
         lines = [
-            Problem(code=code, message=f"{f'rank {ranges(seen)}: ' if seen else ''}{text}: {listing(names)}")
+            Problem(code=code, message=f"{f'rank {ranges(seen)}: ' if seen else ''}{text}: {listing(names, self.most)}")
             for (code, text), (names, seen) in self.grouped.items()
         ]
         return (*self.problems, *lines)
 
 
-def listing(names: Iterable[object], most: int = 8) -> str:
+def listing(names: Iterable[object], most: int = SHOWN) -> str:
     """Join names for a message; past ``most`` say how many more there are."""
     shown = [str(name) for name in names]
     more = len(shown) - most
