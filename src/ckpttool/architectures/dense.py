@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ckpttool.architectures.family import Family
 from ckpttool.architectures.layers import ATTENTION, MLP, MLP_BIAS, NORMS, O_BIAS, QK_NORM, QKV_BIAS
-from ckpttool.architectures.rules import Model, Table
+from ckpttool.architectures.model import Model
+from ckpttool.architectures.rules import Table
 
 
 def _llama(model: Model, _layer: int) -> Table:

@@ -17,7 +17,8 @@ from ckpttool.architectures.layers import (
     UP,
     shared_experts,
 )
-from ckpttool.architectures.rules import Copy, Model, Table, Weight
+from ckpttool.architectures.model import Model
+from ckpttool.architectures.rules import Copy, Table, Weight
 
 _MIXTRAL: Table = (
     Weight("block_sparse_moe.gate.weight", Copy("mlp.router.weight"), ("experts", "hidden")),

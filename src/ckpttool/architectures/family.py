@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ckpttool.architectures.rules import Block, Copy, Model, Table, Vocabulary, Weight
+from ckpttool.architectures.model import Model
+from ckpttool.architectures.rules import Block, Copy, Table, Vocabulary, Weight
 from ckpttool.errors import Unmapped
 
 Fields = Mapping[str, tuple[str, ...]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ckpttool.architectures.family import Family
 from ckpttool.architectures.layers import ATTENTION, INPUT_NORM, MLP, NORMS, O_BIAS, PRE_MLP_NORM, QK_NORM, QKV_BIAS
-from ckpttool.architectures.rules import Copy, Model, Table, Weight
+from ckpttool.architectures.model import Model
+from ckpttool.architectures.rules import Copy, Table, Weight
 
 _FOUR_NORMS: Table = (
     Weight("input_layernorm.weight", INPUT_NORM, ("hidden",)),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from ckpttool.architectures.family import Family
 from ckpttool.architectures.layers import ATTENTION, DOWN, GATE, NORMS, O_BIAS, QKV_BIAS, UP
-from ckpttool.architectures.rules import Copy, Experts, Half, Joined, Model, Table, Weight
+from ckpttool.architectures.model import Model
+from ckpttool.architectures.rules import Copy, Experts, Half, Joined, Table, Weight
 
 _GATE_BIAS, _UP_BIAS = (
     Half(which, "mlp.experts.{e}.linear_fc1", "bias", blocks="moe_mlp_glu_interleave_size") for which in ("gate", "up")

@@ -21,7 +21,8 @@ from ckpttool.architectures.layers import (
     ROUTER_BIAS,
     shared_experts,
 )
-from ckpttool.architectures.rules import Block, Copy, Model, Table, Vocabulary, Weight
+from ckpttool.architectures.model import Model
+from ckpttool.architectures.rules import Block, Copy, Table, Vocabulary, Weight
 
 _LATENT: Table = (
     Weight("input_layernorm.weight", Copy("input_layernorm.weight"), ("hidden",)),

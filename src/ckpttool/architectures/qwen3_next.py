@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckpttool.architectures.experts import QWEN2_SHARED, QWEN_SIZES, is_sparse
 from ckpttool.architectures.family import Family
 from ckpttool.architectures.layers import EXPERTS, MLP, PRE_MLP_NORM, QK_NORM, ROUTER
+from ckpttool.architectures.model import Model
 from ckpttool.architectures.rules import (
     Block,
     Contradiction,
@@ -20,7 +21,6 @@ from ckpttool.architectures.rules import (
     GatedQkv,
     Joined,
     Made,
-    Model,
     Place,
     Shifted,
     Table,

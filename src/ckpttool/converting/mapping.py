@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpttool.architectures.family import HEAD, Family
+from ckpttool.architectures.model import Model
 from ckpttool.architectures.rules import (
     Absent,
     Block,
@@ -14,7 +15,6 @@ from ckpttool.architectures.rules import (
     Copy,
     Forms,
     Made,
-    Model,
     Place,
     Taken,
     Undecided,

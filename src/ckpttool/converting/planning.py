@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ckpttool.architectures import find, named
 from ckpttool.architectures.family import HEAD, Family
-from ckpttool.architectures.rules import Model
+from ckpttool.architectures.model import Model
 from ckpttool.architectures.slots import NUMBERS, Slot, take_apart
 from ckpttool.converting import heads, settings
 from ckpttool.converting.folding import folded

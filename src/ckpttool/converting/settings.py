@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpttool import layout
-from ckpttool.architectures.rules import NVIDIA, SWIFT
+from ckpttool.architectures.model import NVIDIA, SWIFT
 from ckpttool.errors import BrokenCheckpoint, Problem
 from ckpttool.export.config import ModelConfig
 from ckpttool.formats.dcp import DcpSource
