@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckpttool.architectures import slots
+from ckpttool.architectures.rules import Model
 from ckpttool.converting import mapping, planning
 from tests.conftest import Call
 from tests.synthetic import Written, write_role
@@ -181,3 +184,37 @@ def test_a_setting_of_blocks_is_understood_or_refused(tmp_path: Path, ckpttool: 
     written = role(tmp_path, "qwen3_moe", lambda entries: interleaved(entries, 4))
     (tmp_path / "role" / "dist_ckpt" / "run_config.yaml").write_text(text % SETTING)
     assert convert(ckpttool, tmp_path).code != 0 or differing(tmp_path, written.state) == []
+
+
+# BUG: exit code 70 for each of them
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("qwen3_moe", "mlp_only_layers", 5),
+        ("qwen3_moe", "decoder_sparse_step", "2"),
+        ("deepseek_v3", "first_k_dense_replace", "1"),
+        ("qwen3_next", "full_attention_interval", "4"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(
+    tmp_path: Path, ckpttool: Run, family: str, field: str, value: object
+) -> None:
+    role(tmp_path, family)
+    config = tmp_path / "role" / "huggingface" / "config.json"
+    values = {**json.loads(config.read_text()), field: value}
+    config.write_text(json.dumps({name: said for name, said in values.items() if name != "layer_types"}))
+    result = convert(ckpttool, tmp_path, "--producer", "nvidia")
+    assert result.code == 5
+    assert field in result.out
+
+
+# BUG: a set of every number is made, however many a config or an index claims
+@pytest.mark.parametrize("size", ["layers", "experts", "mtp"])
+def test_claims_of_a_config_do_not_fill_the_memory(size: str) -> None:
+    model = Model({}, {"layers": 0, "experts": 0, "mtp": 0, size: 1 << 20}, {})
+    tracemalloc.start()
+    problems = list(mapping.counts(model, {}))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(problems) == 1
+    assert peak < 1 << 20
