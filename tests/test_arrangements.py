@@ -201,7 +201,7 @@ def test_a_small_turned_target_does_not_make_a_large_one_be_read_again(tmp_path:
 def test_a_shift_is_added_before_the_cast(tmp_path: Path, stored: str, dtype: str) -> None:
     bits = {"bfloat16": 7, "float16": 10, "float32": 23}[dtype]
     half = 2.0 ** -(bits + 1)  # of the last place of one
-    values = np.array([half * (1 + 2.0 ** -(bits + 3)), 0.5, -0.25], dtype_of(stored))
+    values = np.array([half * (1 + 2.0 ** -(bits + 1)), 0.5, -0.25], dtype_of(stored))
     sources = {"w": plain(tmp_path, "w", values)}
     found = written([Target("t", dtype, (3,), (Rows("w", 0, 3),), shift=1)], sources, tmp_path)
     wanted = (values.astype(np.float64) + 1).astype(dtype_of(dtype))
