@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpttool import merging
+from ckpttool import converting, merging
+from ckpttool.converting import convert
 from ckpttool.merging import merge
 from ckpttool.migration import Options, migrate
 
@@ -49,6 +50,11 @@ def merge_killed(role: Path, output: Path, options: dict[str, Any], at: int, *, 
     return ended(_merge, (str(role), str(output), options), at, before=before)
 
 
+def convert_killed(role: Path, output: Path, options: dict[str, Any], at: int, *, before: bool) -> bool:
+    """The same for a conversion."""
+    return ended(_convert, (str(role), str(output), options), at, before=before)
+
+
 def ended(job: Callable[..., None], arguments: tuple[Any, ...], at: int, *, before: bool) -> bool:
     """Run a job (a function of a module) in a child that ends at its call of this number, or comes to its end."""
     child = _SERVER.Process(target=_run, args=(job, arguments, at, before))
@@ -64,6 +70,10 @@ def _migrate(role: str, options: dict[str, Any]) -> None:
 
 def _merge(role: str, output: str, options: dict[str, Any]) -> None:
     merge(Path(role), Path(output), merging.Options(**options))
+
+
+def _convert(role: str, output: str, options: dict[str, Any]) -> None:
+    convert(Path(role), Path(output), converting.Options(**options))
 
 
 def _run(job: Callable[..., None], arguments: tuple[Any, ...], at: int, before: bool) -> None:

@@ -183,7 +183,6 @@ def test_a_turned_target_that_fits_is_read_once(tmp_path: Path, read: list[int])
     assert read == [values.nbytes]
 
 
-# BUG: the buffer for turned targets has the size of the first one of a file
 def test_a_small_turned_target_does_not_make_a_large_one_be_read_again(tmp_path: Path, read: list[int]) -> None:
     small, values = (
         np.arange(1 << 10, dtype=np.int32).reshape(32, 32),
@@ -196,7 +195,6 @@ def test_a_small_turned_target_does_not_make_a_large_one_be_read_again(tmp_path:
     assert read == [small.nbytes, values.nbytes]
 
 
-# BUG: what is cast and shifted is rounded twice
 @pytest.mark.parametrize(("stored", "dtype"), [("float32", "bfloat16"), ("float32", "float16"), ("float64", "float32")])
 def test_a_shift_is_added_before_the_cast(tmp_path: Path, stored: str, dtype: str) -> None:
     bits = {"bfloat16": 7, "float16": 10, "float32": 23}[dtype]

@@ -13,7 +13,8 @@ import transformers
 
 from ckpttool.architectures import FAMILIES, named
 from ckpttool.architectures.family import HEAD
-from ckpttool.architectures.rules import Forms, Model
+from ckpttool.architectures.model import Model
+from ckpttool.architectures.rules import Forms
 from ckpttool.converting.mapping import _expanded
 from tests.synthetic.hub import _unfused
 
@@ -96,12 +97,10 @@ FIELDS: Mapping[str, Callable[[Choice, Config], Config]] = {
     "qwen2": lambda d, c: {"head_dim": c["hidden_size"] // c["num_attention_heads"]},
     "qwen3": lambda d, c: {"attention_bias": d.flag()},
     "seed_oss": lambda d, c: {name: d.flag() for name in ("attention_bias", "attention_out_bias", "mlp_bias")},
-    # BUG: transformers 5 saves the biases of InternLM3 as attention_bias and mlp_bias, which the table does not read
     "internlm3": lambda d, c: dict.fromkeys(("qkv_bias", "bias"), d.flag()),
     "mixtral": lambda d, c: {"num_local_experts": d.choice([1, 2, 4]), "num_experts_per_tok": 1},
     "qwen2_moe": lambda d, c: {**qwen(d, c["num_hidden_layers"]), "qkv_bias": d.flag()},
     "qwen3_moe": lambda d, c: {**qwen(d, c["num_hidden_layers"]), "attention_bias": d.flag()},
-    # BUG: the table of Qwen3-Next has no biases
     "qwen3_next": lambda d, c: {**qwen(d, c["num_hidden_layers"]), **delta(d), "attention_bias": d.flag()},
     "deepseek_v2": lambda d, c: {
         **deep(d, c["num_hidden_layers"]),
@@ -140,7 +139,7 @@ def of_transformers(model_type: str, config: Config) -> tuple[Config, Shapes]:
 
 def of_table(model_type: str, config: Mapping[str, Any]) -> Shapes:
     family = named(model_type)
-    sizes, fields = family.read(config)
+    sizes, fields = family.read(config, "config.json")
     model = Model(config, {**sizes, "mtp": 0}, fields)
     shapes = dict(_shapes(family.blocks(model), model))
     return shapes if config["tie_word_embeddings"] else {**shapes, HEAD.name: model.shape(HEAD.shape)}

@@ -280,15 +280,13 @@ class _Mover:
         """Fill an array with a box of the concatenation of a target's parts."""
         lost = 0
         for name, rows, source in target.sources(box):
-            lost += self._read(self._sources[name], source, target.dtype, out[rows])
-        if target.shift:
-            out[...] = (out.astype(np.float32 if out.itemsize < 8 else np.float64) + target.shift).astype(out.dtype)
+            lost += self._read(self._sources[name], source, target, out[rows])
         return lost
 
     def _turn(self, target: Target, how: Arrangement) -> int:
         """Append a target whose elements change their order: a slice of it is gathered as it is stored, then turned."""
         dtype, most, lost = dtype_of(target.dtype), self._most(target), 0
-        if not self._held.size:
+        if self._held.size < min(TURNED, target.nbytes):
             self._held = np.empty(min(TURNED, target.nbytes), np.uint8)
         for box in bands(how.turned, self._held.size // dtype.itemsize):
             offset, size = (tuple(box[side][how.order.index(axis)] for axis in range(len(how.view))) for side in (0, 1))
@@ -306,8 +304,8 @@ class _Mover:
             room = self._output.room(math.prod(extent) * turned.itemsize).view(turned.dtype).reshape(extent)
             turn(turned[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))], room)
 
-    def _read(self, tensor: TensorInfo, box: Box, dtype: str, out: Array) -> int:
-        if tensor.dtype == dtype:
+    def _read(self, tensor: TensorInfo, box: Box, target: Target, out: Array) -> int:
+        if tensor.dtype == target.dtype and not target.shift:
             self._reader.read(tensor, box, out.reshape(box[1]))
             return 0
         stored, count = dtype_of(tensor.dtype), math.prod(box[1])
@@ -315,7 +313,10 @@ class _Mover:
             self._uncast = np.empty(BAND, np.uint8)
         uncast = self._uncast[: count * stored.itemsize].view(stored)
         self._reader.read(tensor, box, uncast.reshape(box[1]))
-        return cast(uncast.reshape(out.shape), out, tensor.dtype, dtype)
+        if target.shift:  # in a dtype in which it is exact enough to be rounded once, by the cast
+            wide = "float64" if "float64" in (tensor.dtype, target.dtype) else "float32"
+            return cast(uncast.reshape(out.shape).astype(wide) + target.shift, out, wide, target.dtype)
+        return cast(uncast.reshape(out.shape), out, tensor.dtype, target.dtype)
 
 
 def _is_whole(tensor: TensorInfo) -> bool:

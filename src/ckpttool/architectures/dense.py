@@ -33,9 +33,10 @@ def _seed_oss(model: Model, _layer: int) -> Table:
 
 
 def _internlm3(model: Model, _layer: int) -> Table:
-    bias = model.flag("bias")
-    qkv = QKV_BIAS if model.flag("qkv_bias") else ()
-    return (*NORMS, *ATTENTION, *qkv, *(O_BIAS if bias else ()), *MLP, *(MLP_BIAS if bias else ()))
+    """Remote code and the class of transformers have names of their own for the same switches."""
+    attention, mlp = (model.flag(name, default=model.flag("bias")) for name in ("attention_bias", "mlp_bias"))
+    qkv = QKV_BIAS if model.flag("qkv_bias", default=attention) else ()
+    return (*NORMS, *ATTENTION, *qkv, *(O_BIAS if attention else ()), *MLP, *(MLP_BIAS if mlp else ()))
 
 
 LLAMA = Family(name="llama", title="Llama 2 and 3, Yi", model_types=("llama",), layer=_llama, proven=True)

@@ -17,8 +17,6 @@ _GATE_BIAS, _UP_BIAS = (
 _LAYER: Table = (
     *NORMS,
     *ATTENTION,
-    *QKV_BIAS,
-    *O_BIAS,
     Weight("self_attn.sinks", Copy("self_attention.core_attention.softmax_offset"), ("heads",)),
     Weight("mlp.router.weight", Copy("mlp.router.weight"), ("experts", "hidden")),
     Weight("mlp.router.bias", Copy("mlp.router.bias"), ("experts",)),
@@ -45,8 +43,8 @@ _LAYER: Table = (
 )
 
 
-def _gpt_oss(_model: Model, _layer: int) -> Table:
-    return _LAYER
+def _gpt_oss(model: Model, _layer: int) -> Table:
+    return (*_LAYER, *QKV_BIAS, *O_BIAS) if model.flag("attention_bias", default=True) else _LAYER
 
 
 GPT_OSS = Family(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckpttool.architectures.experts import QWEN2_SHARED, QWEN_SIZES, is_sparse
 from ckpttool.architectures.family import Family
-from ckpttool.architectures.layers import EXPERTS, MLP, PRE_MLP_NORM, QK_NORM, ROUTER
+from ckpttool.architectures.layers import EXPERTS, MLP, O_BIAS, PRE_MLP_NORM, QK_NORM, ROUTER
 from ckpttool.architectures.model import Model
 from ckpttool.architectures.rules import (
     Block,
@@ -145,6 +145,12 @@ _GATED: Table = (
     Weight("self_attn.o_proj.weight", Copy("self_attention.linear_proj.weight"), ("hidden", "heads*head_dim")),
     *QK_NORM,
 )
+_BIAS: Table = (
+    Weight("self_attn.q_proj.bias", GatedQkv("q", "self_attention.linear_qkv.bias"), ("2*heads*head_dim",)),
+    Weight("self_attn.k_proj.bias", GatedQkv("k", "self_attention.linear_qkv.bias"), ("groups*head_dim",)),
+    Weight("self_attn.v_proj.bias", GatedQkv("v", "self_attention.linear_qkv.bias"), ("groups*head_dim",)),
+    *O_BIAS,
+)
 _NORMS: Table = (
     Weight(
         "input_layernorm.weight",
@@ -172,7 +178,11 @@ def _layer(model: Model, layer: int) -> Table:
         attends = types[layer] == "full_attention"
     else:
         attends = (layer + 1) % model.number("full_attention_interval", 4) == 0
-    return (*_NORMS, *(_GATED if attends else _DELTA_NET), *_mlp(model, layer))
+    return (*_NORMS, *(_attention(model) if attends else _DELTA_NET), *_mlp(model, layer))
+
+
+def _attention(model: Model) -> Table:
+    return (*_GATED, *_BIAS) if model.flag("attention_bias") else _GATED
 
 
 def _mlp(model: Model, layer: int) -> Table:
@@ -182,7 +192,7 @@ def _mlp(model: Model, layer: int) -> Table:
 def _prediction(model: Model) -> Iterator[Block]:
     for n in range(model.size("mtp")):
         yield Block(f"mtp.layers.{n}.", "", _MTP)
-        table = (*_NORMS, *_GATED, *ROUTER, EXPERTS, *QWEN2_SHARED)
+        table = (*_NORMS, *_attention(model), *ROUTER, EXPERTS, *QWEN2_SHARED)
         yield Block(f"mtp.layers.{n}.transformer_layer.", f"mtp.layers.{n}.", table)
 
 

@@ -197,6 +197,8 @@ class Half:
         letter = {"gate": "w", "up": "v"}[self.which]
         slot = place.slot(f"{self.name}.{self.kind}", f"{self.name}.{self.kind}_{letter}")
         if slot.key.endswith(f"_{letter}"):
+            if place.model.interleaved.get(self.blocks):
+                raise Contradiction(f"{slot.origin} is one half, but the run had {self.blocks} (interleaved halves)")
             return Made((slot.rows(),), slot.shape, (slot.dtype,), slot.origin)
         rows, block = slot.shape[0] if slot.shape else 1, place.model.interleaved.get(self.blocks, 0)
         if rows % (2 * block or 2):
@@ -300,6 +302,8 @@ def _all_made(recipes: Iterable[tuple[Recipe, Place]]) -> list[Made]:
 
 
 def _joined(several: list[Made]) -> Made:
+    if not several:
+        raise Contradiction("config.json says that there are no experts")
     parts = tuple(part for made in several for part in made.parts)
     dtypes = tuple(dict.fromkeys(dtype for made in several for dtype in made.dtypes))
     rest = {made.shape[1:] for made in several}

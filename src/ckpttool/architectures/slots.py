@@ -88,7 +88,7 @@ def _unstacked(name: str, tensor: TensorInfo) -> Iterator[Slot]:
     key = _MTP.sub(r"\1.transformer_layer.\2", _NAMES.get(name, name))
     stacked, experts = _STACK.fullmatch(key), _EXPERTS.fullmatch(key)
     axes = bool(stacked) + bool(experts and experts[2] is None)
-    if len(tensor.shape) < axes:  # no stack after all: it stays under its own name, which no rule knows
+    if len(tensor.shape) < axes or 0 in tensor.shape:  # no stack after all: under its own name no rule knows it
         yield Slot(key, tensor.name, tensor.shape, tensor.dtype)
         return
     for lead in product(*map(range, tensor.shape[:axes])):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpttool.architectures.family import HEAD, Family
 from ckpttool.architectures.model import Model
@@ -153,23 +153,40 @@ _COUNTED = {
 _CALLED = {"layers": "layer%s", "experts": "expert%s", "mtp": "block%s of multi-token prediction"}
 
 
-def counts(model: Model, slots: Iterable[str]) -> tuple[list[Problem], dict[str, int]]:
+def counts(family: Family, model: Model, slots: Iterable[str]) -> tuple[list[Problem], dict[str, int]]:
     """Return where the checkpoint and the configuration disagree about how many there are, and how many are stored."""
     keys = list(slots)
     problems, stored = [], {}
     for size, prefix in _COUNTED.items():
         found, wanted = numbered(keys, prefix), model.sizes.get(size, 0)
-        if found != set(range(wanted)):
+        if size == "experts" and not found and not _has_experts(family, model):
+            continue
+        if len(found) != wanted or not _is_all(found):
             problems.append(_disagree(model, size, found))
-            if found == set(range(len(found))):  # what else there is to say is said of as many
+            if _is_all(found) or wanted > LAYERS_MOST:  # what else there is to say is said of as many
                 stored[size] = len(found)
     return problems, stored
+
+
+def _is_all(found: set[int]) -> bool:
+    return not found or max(found) == len(found) - 1
+
+
+def _has_experts(family: Family, model: Model) -> bool:
+    """Tell whether any layer of a model has experts: a configuration may make all of them dense."""
+    few = replace(model, sizes={**model.sizes, "layers": min(model.size("layers"), LAYERS_MOST)})
+    tables = (block.table for block in family.blocks(few))
+    return any(isinstance(e, Forms) or ".experts." in e.name for table in tables for e in table)
+
+
+LAYERS_MOST = 10_000
+"""Layers that are looked at: a config may claim any number of them."""
 
 
 def _disagree(model: Model, size: str, found: set[int]) -> Problem:
     several = _CALLED[size] % "s"
     counted = f"{len(found)} {_CALLED[size] % ('s' * (len(found) != 1))}" if found else f"no {several}"
-    held = counted if found == set(range(len(found))) else f"the {several} {ranges(found)} alone"
+    held = counted if _is_all(found) else f"the {several} {ranges(found)} alone"
     said = model.said(size) if size in model.sizes else f"nothing of {several}"
     hint = "To leave them out of weights and config: --no-mtp." if size == "mtp" else _WHICH_CONFIG
     return Problem(code=f"{size}-disagree", message=f"the checkpoint has {held}, config.json says {said}", hint=hint)

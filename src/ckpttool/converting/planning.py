@@ -12,7 +12,7 @@ from ckpttool.architectures.model import Model
 from ckpttool.architectures.slots import NUMBERS, Slot, take_apart
 from ckpttool.converting import heads, settings
 from ckpttool.converting.folding import folded
-from ckpttool.converting.mapping import Mapped, counts, map_weights, predictions, without_mtp
+from ckpttool.converting.mapping import Mapped, counts, map_weights, numbered, predictions, without_mtp
 from ckpttool.converting.opening import Opened
 from ckpttool.converting.reference import Reference
 from ckpttool.converting.result import AUTO, Options
@@ -51,7 +51,7 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     family, model = _model(opened, slots, options)
     vision = [slot for key, slot in slots.items() if key.startswith(_VISION)]
     _refuse(opened, family, list(_of_vision(vision)), Mapped(unknown=vision))
-    disagreements, stored = counts(model, slots)
+    disagreements, stored = counts(family, model, slots)
     config = opened.config
     labels = heads.labels_of(config)
     mapped = map_weights(family, replace(model, sizes={**model.sizes, **stored}), slots, like, labels=labels)
@@ -64,7 +64,7 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     _refuse(opened, family, [problem for problem in tie.problems if problem.code in _MISSING], mapped)
     _drop_head(mapped, tie)
     if like is not None and not tie.problems:
-        _refuse(opened, family, list(_unlike(mapped, like)), mapped)
+        _refuse(opened, family, list(_unlike(mapped, like, model, mtp=options.mtp)), mapped)
     targets = _named(_with_dtypes(mapped.targets, like, options), like)
     edits = Edits(
         tie.untie, {**head.fields, **_no_mtp(config, family, options)}, {**head.removed, **_unquantised(targets)}
@@ -142,14 +142,17 @@ def _hint(name: str) -> str:
     return ""
 
 
-def _unlike(mapped: Mapped, like: Reference) -> Iterator[Problem]:
+def _unlike(mapped: Mapped, like: Reference, model: Model, *, mtp: bool) -> Iterator[Problem]:
     """Yield the names that only the reference has, and those that it does not have, and other shapes.
 
     A head that is missing here is an alias by now.
     """
     written = {target.name: target for target in mapped.targets}
     hint = f"The reference is {like.path} (--like)."
-    for text, count in folded(sorted(like.wanted - written.keys() - {HEAD.name})):
+    wanted = like.wanted - written.keys() - {HEAD.name}
+    if not mtp:
+        wanted = frozenset(name for name in wanted if not _is_of_mtp(name, model))
+    for text, count in folded(sorted(wanted)):
         yield Problem(code="only-in-reference", message=f"in the reference only{_times(count)}: {text}", hint=hint)
     for text, count in folded(name for name in written if not like.has(name)):
         yield Problem(code="not-in-reference", message=f"not in the reference{_times(count)}: {text}", hint=hint)
@@ -161,6 +164,11 @@ def _unlike(mapped: Mapped, like: Reference) -> Iterator[Problem]:
     for text, names in others.items():
         shown = ", ".join(name for name, _ in folded(names))
         yield Problem(code="shapes-disagree", message=f"{text}: {shown}", hint=hint)
+
+
+def _is_of_mtp(name: str, model: Model) -> bool:
+    """Tell the tensors of multi-token prediction by their names on the hub: layers behind the last one."""
+    return name.startswith("mtp.") or any(n >= model.size("layers") for n in numbered([name], r"model\.layers\."))
 
 
 def _undecided(opened: Opened, mapped: Mapped) -> UsageError:

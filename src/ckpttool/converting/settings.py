@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ckpttool import layout
@@ -21,7 +22,11 @@ RUN_CONFIG = "run_config.yaml"
 SWIFT_ARGS = "args.json"
 
 _MODEL_ID = re.compile(rb"^\s*hf_model_id:\s*['\"]?([^'\"\s]+)", re.MULTILINE)
-_YAML = re.compile(rb"^\s*(%s):\s*([0-9]{1,9})\s*$" % b"|".join(name.encode() for name in INTERLEAVED), re.MULTILINE)
+_YAML = re.compile(
+    rb"^[ \t]*[\"']?(%s)[\"']?:[ \t]*[\"']?([0-9]{1,9}|null|~|)[\"']?[ \t]*(?:#.*)?\r?$"
+    % b"|".join(name.encode() for name in INTERLEAVED),
+    re.MULTILINE,
+)
 
 
 def arguments(source: DcpSource) -> Mapping[str, Any]:
@@ -38,7 +43,7 @@ def interleaved(source: DcpSource) -> Mapping[str, int]:
     """
     root, found = source.root, _plain(arguments(source))
     if (root / RUN_CONFIG).is_file():
-        found |= {name.decode(): int(size) for name, size in _YAML.findall(read_raw(root / RUN_CONFIG))}
+        found |= _of_yaml(root / RUN_CONFIG)
     for folder in (root, root.parent, root.parent.parent):
         file = folder / layout.TRANSFORMER_CONFIG
         if file.is_file():
@@ -48,6 +53,17 @@ def interleaved(source: DcpSource) -> Mapping[str, int]:
                 hint = "It says whether gate and up rows are interleaved; mend it, or move it away if they are not."
                 raise BrokenCheckpoint(f"{file}: {error.message}", hint=hint, code=error.code) from error
     return _positive(found)
+
+
+def _of_yaml(path: Path) -> dict[str, int]:
+    """Find the settings in YAML without reading all of it; raises where one is there and is not understood."""
+    raw = read_raw(path)
+    found = {name.decode(): size for name, size in _YAML.findall(raw)}
+    for name in INTERLEAVED:
+        if len(re.findall(rb"\b%s\b" % name.encode(), raw)) != (name in found):
+            hint = "It says whether gate and up rows are interleaved: write it as NAME: NUMBER in a line of its own."
+            raise BrokenCheckpoint(f"{path}: {name} is not understood", hint=hint, code="settings-unreadable")
+    return {name: int(size) for name, size in found.items() if size.isdigit()}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, int]:

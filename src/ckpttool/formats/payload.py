@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.errors import BrokenCheckpoint
-from ckpttool.formats.torchzip import LOCAL_HEADER, open_archive
+from ckpttool.formats.torchzip import LOCAL_HEADER, TorchZip, open_archive
 from ckpttool.records import SHARD_NAMES, stored_tensor
 from ckpttool.tensors import Index, Place, Wrap
 from ckpttool.unpickle import loads
@@ -31,8 +31,8 @@ class Payload(NamedTuple):
 END = 22
 """Bytes of the record with which a zip ends: how many entries, and where their directory lies."""
 
-SEEN_MOST = 4096
-"""Lengths of archives whose headers are remembered."""
+SEEN_MOST, HEAD_MOST = 4096, 1 << 16
+"""Lengths of archives whose headers are remembered, and the longest header that is."""
 
 
 class Header(NamedTuple):
@@ -65,8 +65,8 @@ def locate(path: str, handle: int, place: Place, seen: Seen | None = None) -> Pa
     known = seen.get(place.length) if seen is not None else None
     if known is not None and _is_like(known, handle, place):
         return known.payload._replace(offset=place.offset + known.payload.offset)
-    payload = _of_archive(path, place)
-    if seen is not None and len(seen) < SEEN_MOST:
+    archive, payload = _of_archive(path, place)
+    if seen is not None and len(seen) < SEEN_MOST and _is_told_before(archive, payload.offset - place.offset):
         head = os.pread(handle, payload.offset - place.offset, place.offset)
         end = os.pread(handle, END, place.offset + place.length - END)
         seen[place.length] = Header(head, end, payload._replace(offset=payload.offset - place.offset))
@@ -79,10 +79,16 @@ def _is_like(known: Header, handle: int, place: Place) -> bool:
     return os.pread(handle, len(known.head), place.offset) == known.head
 
 
-def _of_archive(path: str, place: Place) -> Payload:
+def _is_told_before(archive: TorchZip, elements: int) -> bool:
+    """Tell whether everything that says what the elements are stands before them, as torch writes it."""
+    says = [entry.header + entry.size for name, entry in archive.entries.items() if name in ("data.pkl", "byteorder")]
+    return elements <= HEAD_MOST and all(end <= elements for end in says)
+
+
+def _of_archive(path: str, place: Place) -> tuple[TorchZip, Payload]:
     archive = open_archive(Path(path), place.offset, place.length)
     value, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=archive.path.name)
     view = stored_tensor(value)
     record = f"data/{view.storage}"
     length = archive.entries[record].size
-    return Payload(archive.payload(record), length, view.start, view.strides, view.dtype, view.size)
+    return archive, Payload(archive.payload(record), length, view.start, view.strides, view.dtype, view.size)

@@ -6,14 +6,15 @@ import json
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ckpttool.architectures import slots
-from ckpttool.architectures.rules import Model
+from ckpttool.architectures.experts import QWEN3_MOE
+from ckpttool.architectures.model import Model
 from ckpttool.converting import mapping, planning
 from tests.conftest import Call
 from tests.synthetic import Written, write_role
@@ -45,21 +46,18 @@ def differing(folder: Path, state: Mapping[str, torch.Tensor]) -> list[str]:
 LONG = "9" * 5000
 
 
-# BUG: exit code 70 for each of them
 @pytest.mark.parametrize("key", ["foo*.1", "decoder.layers.*.x", f"decoder.layers.{LONG}.x", f"a.{LONG}"])
 def test_a_key_that_no_rule_knows_is_named(tmp_path: Path, ckpttool: Run, key: str) -> None:
     role(tmp_path, "llama", lambda entries: {**entries, key: Entry(torch.ones(2, 2))})
     assert convert(ckpttool, tmp_path).code == 5
 
 
-# BUG: told as decoder.layers.0.x
 def test_a_key_that_no_rule_knows_is_named_as_it_is(tmp_path: Path, ckpttool: Run) -> None:
     role(tmp_path, "llama", lambda entries: {**entries, "decoder.layers.00.x": Entry(torch.ones(2, 2))})
     said = convert(ckpttool, tmp_path).json["problems"]
     assert any("decoder.layers.00.x" in problem["message"] for problem in said)
 
 
-# BUG: as many slots as the shape says are made of no bytes at all
 def test_an_empty_stack_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ckpttool: Run
 ) -> None:
@@ -78,7 +76,6 @@ def test_an_empty_stack_does_not_fill_the_memory(
     assert convert(ckpttool, tmp_path).code in (4, 5)
 
 
-# BUG: bfloat16 has fewer digits than float16
 def test_experts_of_two_dtypes_lose_nothing(tmp_path: Path, ckpttool: Run) -> None:
     def finer(value: torch.Tensor) -> torch.Tensor:
         return (value.float() * 1.002).half()
@@ -110,21 +107,19 @@ def test_float32_parts_are_kept_beside_bfloat16(tmp_path: Path, ckpttool: Run) -
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], wanted)
 
 
-# BUG: what is missing and what it is made of have the same numbers, which is no product: a line for each
 def test_what_is_missing_everywhere_is_told_in_a_few_lines() -> None:
-    missing = {
+    missing: dict[str, tuple[str, ...]] = {
         f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight": (
-            f"decoder.layers.{layer}.mlp.experts.{expert}.linear_fc2.weight"
+            f"decoder.layers.{layer}.mlp.experts.{expert}.linear_fc2.weight",
         )
         for layer in range(3, 12)
         for expert in range(16)
     }
     mapped = mapping.Mapped(missing=missing)
-    told = list(planning._misfits(mapped, cast(Any, None), None, cast(Any, None)))
+    told = list(planning._misfits(mapped))
     assert len(told) <= 3
 
 
-# BUG: a legal configuration in which no layer has experts, though it says how many there would be
 @pytest.mark.parametrize(
     ("family", "config"),
     [
@@ -139,7 +134,6 @@ def test_experts_may_be_in_no_layer(tmp_path: Path, ckpttool: Run, family: str, 
     assert differing(tmp_path, written.state) == []
 
 
-# BUG: the reference has blocks that --no-mtp leaves out, and is held against the output
 def test_without_mtp_a_reference_may_have_it(tmp_path: Path, ckpttool: Run) -> None:
     written = role(tmp_path, "deepseek_v3", mtp=0)
     names = {*written.state, *(f"model.layers.3.{name}.weight" for name in ("enorm", "hnorm", "eh_proj"))}
@@ -178,7 +172,6 @@ def test_interleaved_experts_are_taken_apart(
     assert differing(tmp_path, written.state) == []
 
 
-# BUG: a setting that is there and not understood is passed over, and rows are written in the wrong order
 @pytest.mark.parametrize("text", ["  %s: 4  # of rows\n", "  %s: '4'\n", "model: {%s: 4}\n", "  '%s': 4\n"])
 def test_a_setting_of_blocks_is_understood_or_refused(tmp_path: Path, ckpttool: Run, text: str) -> None:
     written = role(tmp_path, "qwen3_moe", lambda entries: interleaved(entries, 4))
@@ -186,7 +179,6 @@ def test_a_setting_of_blocks_is_understood_or_refused(tmp_path: Path, ckpttool: 
     assert convert(ckpttool, tmp_path).code != 0 or differing(tmp_path, written.state) == []
 
 
-# BUG: exit code 70 for each of them
 @pytest.mark.parametrize(
     ("family", "field", "value"),
     [
@@ -208,13 +200,12 @@ def test_a_setting_of_another_type_is_named(
     assert field in result.out
 
 
-# BUG: a set of every number is made, however many a config or an index claims
 @pytest.mark.parametrize("size", ["layers", "experts", "mtp"])
 def test_claims_of_a_config_do_not_fill_the_memory(size: str) -> None:
-    model = Model({}, {"layers": 0, "experts": 0, "mtp": 0, size: 1 << 20}, {})
+    model = Model({}, {"layers": 1, "experts": 0, "mtp": 0, size: 1 << 20}, {})
     tracemalloc.start()
-    problems = list(mapping.counts(model, {}))
+    problems, _ = mapping.counts(QWEN3_MOE, model, {})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(problems) == 1
+    assert f"{size}-disagree" in [problem.code for problem in problems]
     assert peak < 1 << 20
