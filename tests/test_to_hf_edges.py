@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ckpttool.architectures import slots
 from ckpttool.architectures.experts import QWEN3_MOE
 from ckpttool.architectures.model import Model
-from ckpttool.converting import mapping, planning
+from ckpttool.converting import mapping, misfits
 from tests.conftest import Call
 from tests.synthetic import Written, write_role
 from tests.synthetic.archive import Entries, Entry, write_archive
@@ -116,7 +116,7 @@ def test_what_is_missing_everywhere_is_told_in_a_few_lines() -> None:
         for expert in range(16)
     }
     mapped = mapping.Mapped(missing=missing)
-    told = list(planning._misfits(mapped))
+    told = list(misfits.misfits(mapped))
     assert len(told) <= 3
 
 

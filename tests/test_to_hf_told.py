@@ -51,7 +51,7 @@ def test_a_conversion_says_what_it_did_and_what_to_type_next(ckpttool: Run, tmp_
         "optimizer (",
         "extra_state (",
         "padding behind vocab_size 96: 32 rows",
-        "mtp.layers.0.enorm.weight: --no-mtp",
+        "mtp.layers.0.enorm.weight",
         "num_nextn_predict_layers: 0 (was 1): --no-mtp",
         "quantization_config: removed, the weights are not quantised",
     ):

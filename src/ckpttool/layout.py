@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import MappingProxyType
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -124,6 +125,16 @@ TREE_OF_PART: Mapping[str, str] = MappingProxyType(
     {"model": MODEL, "adapter": MODEL, "optimizer": OPTIMIZER, "scheduler": OPTIMIZER, "rng": EXTRA}
 )
 """The tree in which a part of a mixed archive belongs (the words of :func:`ckpttool.formats.dcpkeys.part_of`)."""
+
+
+def numbered(path: PurePath) -> int | None:
+    """Return the step that a checkpoint is of, by its own name or that of a directory around it, or ``None``.
+
+    NeMo-RL keeps every step in ``step_N/policy/weights/iter_0000000``, whose last name is of no step.
+    """
+    own = () if path.parent.name == "weights" else (path.name,)
+    names = (*own, *(parent.name for parent in list(path.parents)[:3]))
+    return next((step for step in map(step_of, names) if step is not None), None)
 
 
 def step_of(name: str) -> int | None:

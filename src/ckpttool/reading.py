@@ -22,7 +22,7 @@ import numpy as np
 from ckpttool.elements import Array, dtype_of
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from ckpttool.formats.payload import Payload, Seen, locate
-from ckpttool.tensors import Box, Index, Piece, Place, TensorInfo, contiguous_strides, extent, overlap
+from ckpttool.tensors import Box, Index, Piece, Place, TensorInfo, Wrap, contiguous_strides, extent, overlap
 
 BAND = 8 << 20
 """Bytes that are moved at once. Measured: less costs more system calls, more is slower (it leaves the cache)."""
@@ -197,6 +197,12 @@ class Reader:
             return locate(self._path(place.file), self._open(place.file), place, self._seen)
         except OSError as error:
             raise BrokenCheckpoint(f"{self._path(place.file)}: {error.strerror}", code="unreadable") from error
+        except BrokenCheckpoint as error:
+            if place.wrap is not Wrap.ZIP_ARCHIVE:
+                raise
+            where = f"{self._path(place.file)}: damaged at byte {place.offset:,}, where a tensor begins"
+            hint = error.hint or "Copy the file again from where it was written."
+            raise BrokenCheckpoint(f"{where} ({error.message})", hint=hint, code=error.code) from error
 
     def _path(self, file: str) -> str:
         """Return where a file lies; those of other directories have absolute names. Text is faster than a Path."""

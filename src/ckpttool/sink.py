@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as Unfinished
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ Progress = Callable[[int], None]
 
 TURNED = 48 << 20
 """Bytes of a target that is rearranged which are held at once: an expert of most models. More go in slices."""
+
+PATIENCE = 2.0
+"""Seconds that an interruption waits for the write that is under way."""
 
 SHARED_AT_ONCE = 256 << 20
 """Bytes that the file system is asked to share or copy by one call."""
@@ -118,8 +122,9 @@ class _Job:
     def write(self, file: WeightFile) -> None:
         """Write one file from its header to its last byte."""
         handle = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        writer = ThreadPoolExecutor(1)
         try:
-            with Reader(self.root) as reader, ThreadPoolExecutor(1) as writer:
+            with Reader(self.root) as reader:
                 output = _Output(handle, self._buffers(), writer, self._advance)
                 output.append(np.frombuffer(file.header, np.uint8))
                 mover = _Mover(self.sources, reader, output)
@@ -127,8 +132,14 @@ class _Job:
                     if lost := mover.move(target):
                         self.overflows[target.name] += lost
                 output.finish()
-        finally:
-            os.close(handle)
+        except BaseException:  # a write that hangs must not keep the user: the file is closed when that ends
+            closed = writer.submit(os.close, handle)
+            with suppress(Unfinished, OSError):
+                closed.result(PATIENCE)
+            writer.shutdown(wait=closed.done())
+            raise
+        writer.submit(os.close, handle).result()
+        writer.shutdown()
 
     def _advance(self, count: int) -> None:
         if self.stop.is_set():

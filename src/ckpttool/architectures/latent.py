@@ -130,6 +130,7 @@ DEEPSEEK_V2 = Family(
     sizes=_LATENT_SIZES,
     optional={**_SHARED, "q_lora": ("q_lora_rank",)},
     sums=_LATENT_SUMS,
+    groups_rows=False,
     classifies=False,
 )
 DEEPSEEK_V3 = Family(
@@ -142,6 +143,7 @@ DEEPSEEK_V3 = Family(
     sizes=_LATENT_SIZES,
     optional={**_SHARED, "q_lora": ("q_lora_rank",)},
     sums=_LATENT_SUMS,
+    groups_rows=False,
     proven=True,
 )
 GLM4_MOE = Family(

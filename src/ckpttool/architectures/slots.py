@@ -25,7 +25,7 @@ NUMBERS = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
 PREFIXES = ("model.module.module.", "model.module.", "module.module.", "model.", "module.")
 """What wrappers put before every key; native checkpoints have nothing there."""
 
-_STACK = re.compile(rf"(decoder\.layers)\.(?!{NUMBER}\.)(.+)")
+_STACK = re.compile(r"(decoder\.layers)\.(?![0-9]+\.)(.+)")
 _EXPERTS = re.compile(rf"(.*\.)?experts\.experts\.(?:({NUMBER})\.)?(linear_fc[12]\..+)")
 _MTP = re.compile(rf"(mtp\.layers\.{NUMBER})\.mtp_model_layer\.(?!layers\.)(.+)")
 _NAMES = {"decoder.final_norm.weight": "decoder.final_layernorm.weight"}
@@ -61,8 +61,8 @@ class Slot:
 
     @property
     def stored_as(self) -> str:
-        """The source and which part of it, for people."""
-        return f"{self.source}[{', '.join(map(str, self.lead))}]" if self.lead else self.source
+        """The name of the source; of a part of one, the key that it would have by itself."""
+        return self.key if self.lead else self.source
 
 
 def take_apart(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, Slot], tuple[Problem, ...]]:
@@ -73,7 +73,7 @@ def take_apart(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, Slot], tupl
     for name, tensor in tensors.items():
         for slot in _unstacked(name.removeprefix(prefix), tensor):
             if slot.key in slots:
-                found.group("stored-twice", f"also stored in {slots[slot.key].source}", slot.stored_as)
+                found.group("stored-twice", f"also stored in {slots[slot.key].origin}", slot.source)
             slots[slot.key] = slot
     return slots, found.all()
 

@@ -43,7 +43,7 @@ REPORT = "Please report it with the output of the same command and --debug: see 
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived; a BaseException so that nothing in between takes it for an error of its own."""
+    """SIGTERM or SIGHUP arrived; a BaseException so that nothing in between takes it for an error of its own."""
 
 
 def _version(wanted: bool) -> None:
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return session.stopped(code) if code == INTERRUPTED else code
     except CkpttoolError as error:
         return session.fail(error)
-    except _Terminated:
-        return session.stopped(128 + signal.SIGTERM)
+    except _Terminated as stopped:
+        return session.stopped(128 + int(stopped.args[0]))
     except OSError as error:
         if session.debug:
             raise
@@ -113,13 +113,15 @@ def expand_tensors(arguments: list[str]) -> list[str]:
     return expanded
 
 
-def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise _Terminated
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    raise _Terminated(number)
 
 
 def entry() -> None:
     """Console script: like ``main``, with the signals and pipes of a process of its own."""
     signal.signal(signal.SIGTERM, _terminate)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+        signal.signal(signal.SIGHUP, _terminate)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

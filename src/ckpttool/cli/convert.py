@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated
 
@@ -41,12 +42,12 @@ def to_hf(
         str | None, Argument(help="A Megatron archive (iter_*, dist_ckpt), or the role, step or run that has one.")
     ] = None,
     output: Annotated[
-        str | None, Option("--output", "-o", metavar="DIR", help="The directory to write; it must not exist.")
+        str | None, Option("--output", "-o", metavar="DIR", help="The directory to write (needed); it must not exist.")
     ] = None,
     hf_config: HfConfig = None,
     like: Annotated[
         str | None,
-        Option("--like", metavar="DIR", help="A reference model: names, form of experts and dtypes are those of it."),
+        Option("--like", metavar="DIR", help="Write names, packed experts and dtypes as this reference has them."),
     ] = None,
     arch: Annotated[
         str | None, Option("--arch", metavar="NAME", help="Which weight map, whatever config.json says.")
@@ -103,9 +104,9 @@ def to_hf(
     if path is None or output is None:
         raise UsageError(
             "a checkpoint and an output are needed" if path is None else "an output is needed",
-            hint="ckpttool to-hf CHECKPOINT -o OUTPUT; ckpttool to-hf --help tells more.",
+            hint=f"ckpttool to-hf {'CHECKPOINT' if path is None else shlex.quote(path)} -o OUTPUT",
         )
-    session.when_stopped = f"stopped; nothing was written to {output}"
+    session.when_stopped = f"stopped; {output} is as it was" if force else f"stopped; nothing was written to {output}"
     from ckpttool.converting import Options, convert
     from ckpttool.export.precision import DTYPES
     from ckpttool.render.converting import show_conversion

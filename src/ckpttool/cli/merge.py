@@ -90,7 +90,7 @@ def merge_fsdp(
     """
     session = ctx.obj
     session.begin("merge-fsdp", json=json, color=check_color(color))
-    session.when_stopped = f"stopped; nothing was written to {output}"
+    session.when_stopped = f"stopped; {output} is as it was" if force else f"stopped; nothing was written to {output}"
     from ckpttool.export.precision import DTYPES as NAMES
     from ckpttool.merging import Options, merge
     from ckpttool.merging.result import ON_MISMATCH as MISMATCHES

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttool.converting import planning, settings
-from ckpttool.converting.choosing import find_archive
+from ckpttool.converting import planning
+from ckpttool.converting.choosing import find_archive, model_directory
 from ckpttool.converting.opening import Opened, open_archive, stamps_of
 from ckpttool.converting.reference import Reference, read_reference
 from ckpttool.converting.result import Conversion, Options
@@ -44,9 +44,9 @@ def convert(
     check_target(output, force=options.force, replaceable=is_replaceable(output))
     try:
         with collector_paused():
-            like = read_reference(Path(options.like)) if options.like is not None else None
+            like = _reference(options)
             opened = open_archive(archive, notes, options)
-            check_outside(output, [opened.side_folder, *([Path(options.like)] if options.like is not None else [])])
+            check_outside(output, [opened.side_folder, *([Path(like.path)] if like is not None else [])])
             checked = _check(output, opened, like, options)
     except PermissionError as error:
         raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
@@ -80,6 +80,10 @@ def _checked(options: Options) -> Options:
     return replace(options, dtype=DTYPES[options.dtype])
 
 
+def _reference(options: Options) -> Reference | None:
+    return None if options.like is None else read_reference(model_directory("--like", options.like))
+
+
 @dataclass(frozen=True, slots=True)
 class _Checked:
     """A plan that holds, and what it took to know."""
@@ -106,7 +110,7 @@ def _check(output: Path, opened: Opened, like: Reference | None, options: Option
     )
     if too_long := header_faults(plan.weights):
         raise _refusal(opened, tuple(too_long))
-    notes = [*space, *draft.notes, *settings.disagreements(opened.source, opened.config)]
+    notes = [*space, *draft.notes]
     if options.dtype is None and like is None:
         written = outputs.main_dtype(draft.targets, _is_buffer)
         notes += outputs.dtype_note(written, opened.config, "the checkpoint holds")
@@ -126,10 +130,19 @@ def _is_buffer(target: Target) -> bool:
     return target.name.endswith(KEPT)
 
 
+def _heads(draft: planning.Draft) -> str:
+    """Say how the rows of attention were shared out, which shapes alone do not show."""
+    if not draft.family.groups_rows:
+        return ""
+    heads, groups, width = (draft.model.size(name) for name in ("heads", "groups", "head_dim"))
+    how = "and the run says so, too" if draft.confirmed else "shapes cannot show it"
+    return f"{heads} heads, {groups} for keys and values, of {width} (config.json; {how})"
+
+
 def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -> Conversion:
     plan, draft, source = checked.plan, checked.draft, opened.source
     written = plan.targets
-    names = dict.fromkeys((*opened.config.model_types[:1], *opened.config.architectures[:1]))
+    names = dict.fromkeys((*draft.config.model_types[:1], *draft.config.architectures[:1]))
     by = f" by {source.writer}" if source.writer else ""
     return Conversion(
         path=str(source.root),
@@ -141,6 +154,10 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         proven=draft.family.proven,
         layers=draft.model.size("layers"),
         experts=draft.model.sizes.get("experts", 0),
+        mtp=draft.model.size("mtp"),
+        value_head=draft.value_head,
+        heads=_heads(draft),
+        row_order=draft.orders,
         tensors=len(written),
         parameters=outputs.parameters([t for t in written if not t.twice], _is_buffer),
         dtypes=outputs.dtypes(plan),

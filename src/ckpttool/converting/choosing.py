@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.converting.result import Options
-from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem
+from ckpttool.errors import NotACheckpoint, Problem
 from ckpttool.export.config import CONFIG
-from ckpttool.formats import dcp, hf
-from ckpttool.inspection import inspect, megatron, runs
+from ckpttool.formats import dcp, fsdp, hf
+from ckpttool.inspection import megatron, runs
 from ckpttool.inspection.choice import choose
-from ckpttool.inspection.search import below, require_directory
+from ckpttool.inspection.search import below, require_directory, what_it_is
 
 SHOWN = 12
 """Directories that are listed at most."""
@@ -40,7 +41,7 @@ def find_archive(path: Path, output: Path, options: Options) -> tuple[Path, tupl
         return only, notes
     if not found:
         raise NotACheckpoint(
-            f"{chosen}: no Megatron archive (.metadata and *.distcp) in it or below{_what_it_is(chosen)}",
+            f"{chosen}: no Megatron archive (.metadata and *.distcp) in it or below{what_it_is(chosen)}",
             hint=_instead(roles[0] if len(roles) == 1 else chosen),
         )
     raise NotACheckpoint(
@@ -64,19 +65,13 @@ def _is_checkpoint(folder: Path) -> bool:
     return archive_of(folder) is not None or megatron.detect(folder) is not None
 
 
-def _what_it_is(path: Path) -> str:
-    """Say what a directory without an archive is, where it has a name."""
-    try:
-        return f"; it is a {inspect(path).title}"
-    except CkpttoolError:
-        return ""
-
-
 def _instead(path: Path) -> str:
     """Say where the weights are, or what else to do."""
     written = [path / name for name in (layout.HUGGINGFACE, layout.V1_HUGGINGFACE) if has_weights(path / name)]
     if written:
         return f"A bridge has written the weights in Hugging Face form: {written[0]}. Nothing needs converting."
+    if fsdp.detect(path) is not None:
+        return f"Shards of FSDP are merged: ckpttool merge-fsdp {shlex.quote(str(path))} -o OUTPUT"
     return f"More about it: ckpttool inspect {shlex.quote(str(path))}"
 
 
@@ -92,9 +87,33 @@ def _commands(path: Path, found: Sequence[Path], output: Path, options: Options)
         roles = sorted({folder.name for folder in found if layout.step_of(folder.parent.name) is not None})
         role = f" --role {roles[0]}" if roles else ""
         yield f"  ckpttool to-hf {shlex.quote(str(path))} --step latest{role} {tail}"
-    yield from (f"  ckpttool to-hf {shlex.quote(str(folder))} {tail}" for folder in found[:SHOWN])
+    newest = sorted(found, key=lambda folder: (layout.numbered(folder) or 0, str(folder)), reverse=True)
+    for folder in newest[:SHOWN]:
+        archive = archive_of(folder)
+        whole = archive is not None and all(
+            (archive / name).is_file() for name in (dcp.METADATA_FILE, dcp.BACKEND_FILE)
+        )
+        yield f"  ckpttool to-hf {shlex.quote(str(folder))} {tail}{'' if whole else '   (its save did not finish)'}"
     if len(found) > SHOWN:
         yield f"  and {len(found) - SHOWN:,} more"
+
+
+def model_directory(option: str, given: str) -> Path:
+    """Return the directory of a model that an option names, also by a file in it.
+
+    Raises :class:`NotACheckpoint` for what is not there, with what to do where it is a name on the hub.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path.parent
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not path.parent.exists():
+        local = f"hf download {given} --exclude '*.safetensors' '*.bin' --local-dir {path.name}"
+        raise NotACheckpoint(
+            f"{option} {given}: no such directory, and nothing is downloaded",
+            hint=f"If it is a model of the hub, its small files suffice: {local}",
+        )
+    require_directory(path)
+    return path
 
 
 def find_side_folder(archive: Path, options: Options) -> Path | None:
@@ -103,11 +122,10 @@ def find_side_folder(archive: Path, options: Options) -> Path | None:
     Raises :class:`NotACheckpoint` when the one given is no directory.
     """
     if options.hf_config is not None:
-        require_directory(Path(options.hf_config))
-        return Path(options.hf_config)
+        return model_directory("--hf-config", options.hf_config)
     beside = [archive / layout.V1_HUGGINGFACE, archive.parent / layout.V1_HUGGINGFACE, archive]
     if archive.parent.name == "model":
         beside.insert(2, archive.parent.parent / layout.V1_HUGGINGFACE)
     if options.like is not None:
-        beside.append(Path(options.like))
+        beside.append(model_directory("--like", options.like))
     return next((folder for folder in beside if (folder / CONFIG).is_file()), None)

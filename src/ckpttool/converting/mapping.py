@@ -188,7 +188,7 @@ def _disagree(model: Model, size: str, found: set[int]) -> Problem:
     counted = f"{len(found)} {_CALLED[size] % ('s' * (len(found) != 1))}" if found else f"no {several}"
     held = counted if _is_all(found) else f"the {several} {ranges(found)} alone"
     said = model.said(size) if size in model.sizes else f"nothing of {several}"
-    hint = "To leave them out of weights and config: --no-mtp." if size == "mtp" else _WHICH_CONFIG
+    hint = "To leave them out of weights and config: --no-mtp." if size == "mtp" else ""
     return Problem(code=f"{size}-disagree", message=f"the checkpoint has {held}, config.json says {said}", hint=hint)
 
 
@@ -201,9 +201,6 @@ def numbered(keys: Iterable[str], prefix: str) -> set[int]:
 def predictions(slots: Iterable[str]) -> int:
     """Return how many blocks of multi-token prediction are stored."""
     return len(numbered(slots, _COUNTED["mtp"]))
-
-
-_WHICH_CONFIG = "Is it the config.json of this model? Give the directory of the right one: --hf-config DIR."
 
 
 def without_mtp(slots: dict[str, Slot]) -> list[Dropped]:

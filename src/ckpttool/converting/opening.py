@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpttool import layout
+from ckpttool.architectures.slots import take_apart
 from ckpttool.converting.choosing import find_side_folder
+from ckpttool.converting.mapping import numbered
 from ckpttool.converting.result import Options, Skipped
 from ckpttool.converting.settings import started_from
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped, UsageError
@@ -121,7 +124,15 @@ def _refuse(source: dcp.DcpSource, problems: list[Problem]) -> None:
 
 def _no_weights(source: dcp.DcpSource) -> NotACheckpoint:
     parts = sorted({source.part_of(name) for name in (*source.tensors, *source.objects)})
-    beside = (source.root.parent / "huggingface", source.root.parent.parent / "model" / "huggingface")
+    role = source.root.parent.parent
+    model = role / layout.MODEL
+    if model != source.root and model.is_dir() and dcp.detect(model) is not None:
+        return NotACheckpoint(
+            f"{source.root}: no weights of a model in it, but {listing(parts)}",
+            hint=f"The model is beside it: ckpttool to-hf {shlex.quote(str(role))} -o OUTPUT",
+            code="no-weights",
+        )
+    beside = (source.root.parent / "huggingface", role / "model" / "huggingface")
     written = [p for p in beside if p.is_dir() and hf.weight_files(x.name for x in p.iterdir())]
     hint = f"They are in Hugging Face form already: {written[0]}. Nothing needs converting." if written else ""
     return NotACheckpoint(
@@ -133,11 +144,25 @@ def _no_weights(source: dcp.DcpSource) -> NotACheckpoint:
 
 def _no_config(source: dcp.DcpSource) -> UsageError:
     trained = started_from(source)
-    was = f" The run was started from {trained}." if trained else ""
+    was = f" it was started from {trained}." if trained else ""
+    command = f"ckpttool to-hf {shlex.quote(str(source.root))} -o OUTPUT --hf-config MODEL"
     return UsageError(
-        f"{source.root}: no config.json in or beside it, which says what model this is",
-        hint=f"Give the directory of the model that was trained: --hf-config DIR.{was}",
+        f"{source.root}: no config.json in or beside it, which says what model this is{_shown(source)}",
+        hint=f"Give the directory of the model that was trained:{was}\n  {command}",
     )
+
+
+def _shown(source: dcp.DcpSource) -> str:
+    """Say what the shapes show of a model: enough to tell a 4B from a 7B."""
+    embedding = next(
+        (t for name, t in source.tensors.items() if name.endswith("embedding.word_embeddings.weight")), None
+    )
+    if embedding is None or len(embedding.shape) != 2:
+        return ""
+    slots, _ = take_apart({name: t for name, t in source.tensors.items() if source.part_of(name) == "model"})
+    layers = len(numbered(slots, r"decoder\.layers\."))
+    words, hidden = embedding.shape
+    return f" (it has {counted(layers, 'layer')}, hidden size {hidden}, a vocabulary of {words})"
 
 
 def _skipped(source: dcp.DcpSource) -> dict[str, Skipped]:

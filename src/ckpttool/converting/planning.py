@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckpttool.architectures import find, named
-from ckpttool.architectures.family import HEAD, Family
+from ckpttool.architectures import NAMES, find, named
+from ckpttool.architectures.family import Family
 from ckpttool.architectures.model import Model
-from ckpttool.architectures.slots import NUMBERS, Slot, take_apart
+from ckpttool.architectures.slots import Slot, take_apart
 from ckpttool.converting import heads, settings
 from ckpttool.converting.folding import folded
-from ckpttool.converting.mapping import Mapped, counts, map_weights, numbered, predictions, without_mtp
+from ckpttool.converting.mapping import Mapped, counts, map_weights, predictions, without_mtp
+from ckpttool.converting.misfits import VISION, listed, misfits, of_vision, refuse, refuse_unlike
 from ckpttool.converting.opening import Opened
 from ckpttool.converting.reference import Reference
 from ckpttool.converting.result import AUTO, Options
@@ -30,13 +31,21 @@ QUANTISATION = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Targets before they are distributed over files, what is left out, and what the config has to say."""
+    """Targets before they are distributed over files, what is left out, and what the config has to say.
+
+    ``orders`` say which rows were put in order and how that is known; ``confirmed`` is whether the run itself says how
+    many heads it had.
+    """
 
     family: Family
     model: Model
     targets: tuple[Target, ...]
     dropped: tuple[Dropped, ...]
     edits: Edits
+    config: ModelConfig
+    value_head: int
+    orders: tuple[str, ...]
+    confirmed: bool
     problems: tuple[Problem, ...]
     notes: tuple[Problem, ...]
 
@@ -48,127 +57,107 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     """
     slots, twice = take_apart(opened.tensors)
     left_out = without_mtp(slots) if not options.mtp else []
-    family, model = _model(opened, slots, options)
-    vision = [slot for key, slot in slots.items() if key.startswith(_VISION)]
-    _refuse(opened, family, list(_of_vision(vision)), Mapped(unknown=vision))
+    run = settings.read_settings(opened.source)
+    family, model, orders, doubts = _model(opened, slots, run, options)
+    vision = [slot for key, slot in slots.items() if key.startswith(VISION)]
+    refuse(opened, family, list(of_vision(vision)), {"unknown": [slot.stored_as for slot in vision]})
     disagreements, stored = counts(family, model, slots)
+    if family.groups_rows:
+        disagreements += run.row_faults(model)
     config = opened.config
-    labels = heads.labels_of(config)
-    mapped = map_weights(family, replace(model, sizes={**model.sizes, **stored}), slots, like, labels=labels)
+    counted = replace(model, sizes={**model.sizes, **stored})
+    mapped = map_weights(family, counted, slots, like, labels=heads.labels_of(config))
     mapped.dropped += left_out
     head = heads.decide(mapped, config, family, options.architecture)
-    _refuse(opened, family, [*twice, *disagreements, *_misfits(mapped), *head.problems], mapped)
+    everything = [*twice, *disagreements, *misfits(mapped), *head.problems]
+    refuse(opened, family, everything, listed(mapped))
     if mapped.undecided:
         raise _undecided(opened, mapped)
     tie = _tie(mapped, opened, head.config, options)
-    _refuse(opened, family, [problem for problem in tie.problems if problem.code in _MISSING], mapped)
+    refuse(opened, family, [problem for problem in tie.problems if problem.code in _MISSING])
     _drop_head(mapped, tie)
     if like is not None and not tie.problems:
-        _refuse(opened, family, list(_unlike(mapped, like, model, mtp=options.mtp)), mapped)
+        refuse_unlike(opened, family, mapped, like, model, mtp=options.mtp)
     targets = _named(_with_dtypes(mapped.targets, like, options), like)
-    edits = Edits(
-        tie.untie, {**head.fields, **_no_mtp(config, family, options)}, {**head.removed, **_unquantised(targets)}
+    fields = {**head.fields, **_no_mtp(config, family, options)}
+    notes = [*doubts, *(Problem(code="tied", message=note, severity="note") for note in tie.notes)]
+    return Draft(
+        family=family,
+        model=model,
+        targets=tuple(targets),
+        dropped=tuple(mapped.dropped),
+        edits=Edits(tie.untie, fields, {**head.removed, **_unquantised(targets)}),
+        config=head.config,
+        value_head=mapped.value_head,
+        orders=orders,
+        confirmed=all(name in run.values for name in ("num_attention_heads", "num_query_groups")),
+        problems=(*tie.problems, *faults(targets, mapped.dropped, opened.tensors)),
+        notes=(*notes, *run.notes(config), *_about_mtp(model, config)),
     )
-    notes = [Problem(code="tied", message=note, severity="note") for note in tie.notes]
-    problems = (*tie.problems, *faults(targets, mapped.dropped, opened.tensors))
-    return Draft(family, model, tuple(targets), tuple(mapped.dropped), edits, problems, tuple(notes))
 
 
-def _model(opened: Opened, slots: Mapping[str, Slot], options: Options) -> tuple[Family, Model]:
-    types = opened.config.model_types
-    family = named(options.arch) if options.arch is not None else find(types[0] if types else None, opened.config.path)
+def _model(
+    opened: Opened, slots: Mapping[str, Slot], run: settings.Settings, options: Options
+) -> tuple[Family, Model, tuple[str, ...], list[Problem]]:
+    """Return the family and what is known of the model, how rows are put in order, and what is doubtful in that."""
+    family = _family(opened.config, options)
     sizes, fields = family.read(opened.config.values, opened.config.path)
     if not options.mtp:
         sizes["mtp"] = 0
     elif fields["mtp"] not in opened.config.values:  # transformers takes 1 then: what is stored decides
         sizes["mtp"] = predictions(slots)
-    producer = options.producer
-    if producer == AUTO:
-        producer = settings.producer(opened.source, opened.tensors) if family.gated_attention else ""
-    return family, Model(opened.config.values, sizes, fields, producer, settings.interleaved(opened.source))
+    producer, orders, doubts = _producer(opened, options) if family.gated_attention else ("", [], [])
+    if sizes.get("experts"):
+        orders += [
+            f"{name.removesuffix('_glu_interleave_size')}: gate and up rows taken apart, which lie in blocks of "
+            f"{size} ({run.places[name]})"
+            for name, size in run.interleaved.items()
+        ]
+    model = Model(opened.config.values, sizes, fields, producer, run.interleaved)
+    return family, model, tuple(orders), doubts
 
 
-def _refuse(opened: Opened, family: Family, problems: list[Problem], mapped: Mapped | None = None) -> None:
-    if not problems:
+def _family(config: ModelConfig, options: Options) -> Family:
+    if options.arch is not None:
+        return named(options.arch)
+    types = config.model_types
+    if any(name in config.values for name in ("vision_config", "audio_config")) and (
+        not types or types[0] not in NAMES
+    ):
+        raise Unmapped(
+            f"{config.path}: {types[0] if types else 'a model'} is a model of vision or audio and language",
+            hint="Only models of text are converted.",
+            code="unknown-architecture",
+        )
+    return find(types[0] if types else None, config.path)
+
+
+def _producer(opened: Opened, options: Options) -> tuple[str, list[str], list[Problem]]:
+    """Return whose order the rows of gated attention have, how that is known, and a note where keys say otherwise."""
+    by_keys = settings.producer_by_keys(opened.tensors)
+    found, why = (by_keys, "its keys") if by_keys else settings.producer_by_files(opened.source)
+    doubts = []
+    if options.producer != AUTO:
+        if by_keys and by_keys != options.producer:
+            message = f"--producer {options.producer}, but the keys of the archive are those of {by_keys}"
+            doubts.append(Problem(code="producer-disagrees", message=message, severity="note"))
+        found, why = options.producer, "--producer"
+    return found, [f"queries and gates as {found} keeps them (by {why})"] if found else [], doubts
+
+
+def _about_mtp(model: Model, config: ModelConfig) -> Iterator[Problem]:
+    """Tell what transformers will say of layers that it does not load."""
+    if not model.size("mtp"):
         return
-    error = Unmapped(
-        f"{opened.source.root}: does not fit the weight map {family.name}; nothing was written",
-        code=problems[0].code,
-        problems=problems,
+    silent = "" if model.fields["mtp"] in config.values else f" (config.json has no {model.fields['mtp']})"
+    message = (
+        f"multi-token prediction is written{silent}; transformers calls such tensors unexpected when it loads the "
+        "model, and does not use them"
     )
-    if mapped is not None:
-        error.data = {
-            "missing": list(mapped.missing),
-            "unknown": [slot.stored_as for slot in mapped.unknown],
-            "contradictions": [{"message": text, "names": names} for text, names in mapped.contradictions.items()],
-        }
-    raise error
+    yield Problem(code="mtp", message=message, hint="To leave them out: --no-mtp.", severity="note")
 
 
 _MISSING = ("head-missing", "embedding-missing")
-_VISION = ("language_model.", "vision_model.", "visual.", "vision_tower.", "vision_projection.", "mm_projector.")
-
-
-def _of_vision(slots: Iterable[Slot]) -> Iterator[Problem]:
-    """Yield the tensors of models of vision and language: the text alone would be half of the model."""
-    for text, count in folded(slot.stored_as for slot in slots):
-        hint = "A model of vision and language: only models of text are converted."
-        yield Problem(code="weight-unknown", message=f"unknown{_times(count)}: {text}", hint=hint)
-
-
-def _misfits(mapped: Mapped) -> Iterator[Problem]:
-    """Yield everything that is missing, unknown or contradictory: few lines, but every name is in one of them."""
-    for text, names in mapped.contradictions.items():
-        yield Problem(code="shapes-disagree", message=f"{text}: {', '.join(name for name, _ in folded(names))}")
-    by_keys: dict[tuple[str, ...], list[str]] = {}
-    for name, keys in mapped.missing.items():
-        alike = tuple(NUMBERS.sub("*", key) for key in keys) if len(keys) == 1 else keys
-        by_keys.setdefault(alike, []).append(name)
-    for keys, names in by_keys.items():
-        lacking = " and ".join(key for key, _ in folded(keys))
-        for text, count in folded(names):
-            yield Problem(code="weight-missing", message=f"missing{_times(count)}: {text} (from {lacking})")
-    for text, count in folded(slot.stored_as for slot in mapped.unknown):
-        yield Problem(code="weight-unknown", message=f"unknown{_times(count)}: {text}", hint=_hint(text))
-
-
-def _times(count: int) -> str:
-    return f", {count:,} of them" if count > 1 else ""
-
-
-def _hint(name: str) -> str:
-    if ".self_attention.linear_qgkv." in name:
-        return "Written by Pai-Megatron-Patch, whose layers are not mapped."
-    return ""
-
-
-def _unlike(mapped: Mapped, like: Reference, model: Model, *, mtp: bool) -> Iterator[Problem]:
-    """Yield the names that only the reference has, and those that it does not have, and other shapes.
-
-    A head that is missing here is an alias by now.
-    """
-    written = {target.name: target for target in mapped.targets}
-    hint = f"The reference is {like.path} (--like)."
-    wanted = like.wanted - written.keys() - {HEAD.name}
-    if not mtp:
-        wanted = frozenset(name for name in wanted if not _is_of_mtp(name, model))
-    for text, count in folded(sorted(wanted)):
-        yield Problem(code="only-in-reference", message=f"in the reference only{_times(count)}: {text}", hint=hint)
-    for text, count in folded(name for name in written if not like.has(name)):
-        yield Problem(code="not-in-reference", message=f"not in the reference{_times(count)}: {text}", hint=hint)
-    others: dict[str, list[str]] = {}
-    for name, target in written.items():
-        shape = like.shape(name)
-        if shape is not None and shape != target.shape:
-            others.setdefault(f"{list(target.shape)} here, {list(shape)} in the reference", []).append(name)
-    for text, names in others.items():
-        shown = ", ".join(name for name, _ in folded(names))
-        yield Problem(code="shapes-disagree", message=f"{text}: {shown}", hint=hint)
-
-
-def _is_of_mtp(name: str, model: Model) -> bool:
-    """Tell the tensors of multi-token prediction by their names on the hub: layers behind the last one."""
-    return name.startswith("mtp.") or any(n >= model.size("layers") for n in numbered([name], r"model\.layers\."))
 
 
 def _undecided(opened: Opened, mapped: Mapped) -> UsageError:

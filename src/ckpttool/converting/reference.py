@@ -10,7 +10,6 @@ from pathlib import Path
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint
 from ckpttool.formats import hf
 from ckpttool.formats.jsonfile import INDEX_MOST, read_object
-from ckpttool.inspection.search import require_directory
 from ckpttool.tensors import CASTABLE, Index
 
 _SCALES = re.compile(
@@ -57,7 +56,6 @@ def read_reference(folder: Path) -> Reference:
 
     Raises :class:`NotACheckpoint` for a directory without either.
     """
-    require_directory(folder)
     tensors: dict[str, tuple[str, Index] | None] = {}
     for index in hf.INDEXES:
         if (folder / index).is_file():

@@ -50,7 +50,8 @@ class Conversion(Export):
     """What a conversion does or did.
 
     ``family`` is the weight map, ``proven`` whether a real checkpoint has shown it to be right; ``skipped`` says by
-    part what of the archive is no part of the model.
+    part what of the archive is no part of the model. ``mtp`` counts blocks of multi-token prediction, ``value_head``
+    the rows of one; ``heads`` and ``row_order`` say in words how rows were put in order.
     """
 
     options: Options
@@ -58,5 +59,9 @@ class Conversion(Export):
     proven: bool
     layers: int
     experts: int
+    mtp: int
+    value_head: int
+    heads: str
+    row_order: tuple[str, ...]
     skipped: Mapping[str, Skipped] = field(default_factory=dict)
     like: str | None = None

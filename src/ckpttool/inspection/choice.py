@@ -51,6 +51,8 @@ def _step(path: Path, step: str) -> tuple[Path, tuple[Problem, ...]]:
 def _latest(path: Path) -> tuple[int, tuple[Problem, ...]]:
     """Return the newest step that is complete, and a note when the tracker says otherwise."""
     run = inspect(path).run
+    if run is not None and [row.path for row in run.rows] == ["release"]:
+        raise NotACheckpoint(f"{path}: no numbered step, only release/", hint="Leave --step out, or give its path.")
     if run is None or run.latest_complete is None:
         raise NotACheckpoint(f"{path}: no step is complete", hint=f"See why: ckpttool inspect {path}")
     if run.tracker in (None, str(run.latest_complete)):

@@ -73,7 +73,7 @@ class Draft:
             state=self.state or ("incomplete" if faults else "complete"),
             evidence=self.evidence,
             problems=problems,
-            step=_step(self.path),
+            step=layout.numbered(self.path),
             role=role_of(self.path) if self.path.is_dir() else None,
             facts=self.facts,
             ranks=self.ranks,
@@ -132,8 +132,3 @@ def _once(tensors: list[TensorInfo]) -> tuple[list[TensorInfo], list[str]]:
 def role_of(path: Path) -> str | None:
     """Return the role that a directory has by its place in a step, or ``None``."""
     return path.name if layout.step_of(path.parent.name) is not None and layout.step_of(path.name) is None else None
-
-
-def _step(path: Path) -> int | None:
-    steps = (layout.step_of(name) for name in (path.name, *(p.name for p in list(path.parents)[:3])))
-    return next((step for step in steps if step is not None), None)

@@ -91,8 +91,7 @@ def _rows(step: Path, run: Path, look: Look, roles: Callable[[Path], list[Path]]
 
 def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
     where = str(path.relative_to(base))
-    step = layout.step_of(path.name)
-    step = layout.step_of(path.parent.name) if step is None else step
+    step = layout.numbered(path)
     tell(where)
     try:
         with refusals_of(where):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
-from ckpttool.errors import NotACheckpoint
+from ckpttool.errors import CkpttoolError, NotACheckpoint
 from ckpttool.formats.findings import listing
 from ckpttool.inspection.access import closed
 from ckpttool.inspection.kinds import is_checkpoint, is_run
@@ -34,6 +34,17 @@ def require_directory(path: Path) -> None:
     close = get_close_matches(path.name, os.listdir(parent), 3)
     hint = f"In {parent} there is {', '.join(close)}." if close else f"{parent} exists; look what it holds."
     raise NotACheckpoint(f"{path}: no such file or directory", hint=hint)
+
+
+def what_it_is(path: Path) -> str:
+    """Say what a directory is that is not what a command wants, where it has a name: ``; it is a ...``."""
+    from ckpttool.inspection import inspect
+
+    try:
+        title = inspect(path).title
+    except CkpttoolError:
+        return ""
+    return f"; it is {'an' if title.startswith('FSDP') else 'a'} {title}"
 
 
 def only_candidate(path: Path) -> Path:

@@ -75,12 +75,18 @@ def _convert(found: Inspection) -> Suggestion:
     """Return the ``to-hf`` call for a Megatron checkpoint; without a configuration the user has to name one."""
     if "model" in found.facts:
         return _command("to-hf", found.path, "make a Hugging Face model of it", "-o", _output(found.path))
+    return _convert_with_config(found.path)
+
+
+def _convert_with_config(path: str) -> Suggestion:
     why = "make a Hugging Face model of it; MODEL is the directory of the one that was trained"
-    return _command("to-hf", found.path, why, "-o", _output(found.path), "--hf-config", "MODEL")
+    return _command("to-hf", path, why, "-o", _output(path), "--hf-config", "MODEL")
 
 
 def _in_archive(found: Inspection) -> bool:
     """Tell whether the weights of the model lie in an archive, and are not Hugging Face's already."""
+    if any(part.name.startswith("adapter") for part in found.contents):
+        return False
     return any(part.name == "model weights" and part.detail.startswith("torch_dist") for part in found.contents)
 
 
@@ -115,6 +121,8 @@ def _after_run(found: Inspection) -> Iterator[Suggestion]:
     for row in best[-1:]:
         if row.kind == "fsdp":
             yield _merge(f"{found.path}/{row.path}")
+        elif row.kind == "torch_dist" and not row.role:
+            yield _convert_with_config(f"{found.path}/{row.path}")
         yield inspect_command(f"{found.path}/{row.path}", f"look into the latest complete {row.role or 'checkpoint'}")
     for row in broken[-1:]:
         yield inspect_command(f"{found.path}/{row.path}", "see what is wrong there")

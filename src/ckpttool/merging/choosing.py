@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem
+from ckpttool.errors import NotACheckpoint, Problem
 from ckpttool.export.config import CONFIG
 from ckpttool.formats import fsdp
 from ckpttool.formats.shardfiles import ShardFiles, is_model_shard, scan
-from ckpttool.inspection import inspect, runs
+from ckpttool.inspection import runs
 from ckpttool.inspection.choice import choose
-from ckpttool.inspection.search import below, require_directory
+from ckpttool.inspection.search import below, require_directory, what_it_is
 from ckpttool.merging.result import Options
 
 
@@ -33,7 +33,7 @@ def find_shards(path: Path, output: Path, options: Options) -> tuple[Path, tuple
         return found[0], notes
     if not found:
         raise NotACheckpoint(
-            f"{chosen}: no FSDP shards (model_world_size_W_rank_R.pt) in it or below{_what_it_is(chosen)}",
+            f"{chosen}: no FSDP shards (model_world_size_W_rank_R.pt) in it or below{what_it_is(chosen)}",
             hint=f"More about it: ckpttool inspect {shlex.quote(str(chosen))}",
         )
     lines = list(_commands(chosen, found, output, options))
@@ -45,14 +45,6 @@ def find_shards(path: Path, output: Path, options: Options) -> tuple[Path, tuple
 
 SHOWN = 12
 """Directories that are listed at most."""
-
-
-def _what_it_is(path: Path) -> str:
-    """Say what a directory without shards is, where it has a name."""
-    try:
-        return f"; it is a {inspect(path).title}"
-    except CkpttoolError:
-        return ""
 
 
 def _commands(path: Path, found: Sequence[Path], output: Path, options: Options) -> Iterator[str]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ckpttool.architectures.family import Family
 from ckpttool.converting.result import Conversion, Skipped
-from ckpttool.render.exporting import beside, changes, dtypes, show_export
+from ckpttool.render.exporting import beside, changes, dtypes, left_out, show_export
 from ckpttool.render.terminal import new_table, plural, shown_path
 
 UNPROVEN = "not yet proven on a real checkpoint"
@@ -25,17 +25,23 @@ def _facts(result: Conversion, *, verbose: bool) -> Iterator[tuple[str, str]]:
     yield "archive", result.title
     if result.model:
         yield "model", result.model
-    experts = f", {plural(result.experts, 'expert')} each" if result.experts else ""
+    experts = f" and {result.mtp} of multi-token prediction" if result.mtp else ""
+    experts += f", {plural(result.experts, 'expert')} each" if result.experts else ""
     proven = "" if result.proven else f" ({UNPROVEN})"
     yield "weight map", f"{result.family}: {plural(result.layers, 'layer')}{experts}{proven}"
+    if result.heads:
+        yield "attention", result.heads
+    if result.value_head:
+        yield "head", f"a value head of {plural(result.value_head, 'row')}: score.weight"
+    for order in result.row_order:
+        yield "row order", order
     if result.like is not None:
         yield "like", shown_path(result.like)
     yield "dtypes", dtypes(result)
     yield from changes(result, "biases of routers, and what is kept wider than the rest", verbose=verbose)
     if result.skipped:
         yield "skipped", ", ".join(_skipped(part, skipped) for part, skipped in result.skipped.items())
-    for drop in result.dropped:
-        yield "left out", f"{drop.name}: {drop.reason}"
+    yield from left_out(result, verbose=verbose)
     yield from beside(result, verbose=verbose)
 
 

@@ -53,7 +53,8 @@ def show_export(
     _show_files(result, out, verbose=verbose)
     if result.notes:
         show_problems(result.notes, out)
-    _show_next(result, command, flags, out)
+    if not result.exit_code:
+        _show_next(result, command, flags, out)
 
 
 def _verdict(result: Export, done: str) -> Text:
@@ -91,6 +92,15 @@ def changes(result: Export, why_kept: str, *, verbose: bool) -> Iterator[tuple[s
             yield "overflow", f"{name}: {plural(lost, 'value')} became infinite"
     if result.kept:
         yield "not cast", f"{names(result.kept, verbose)} ({why_kept})"
+
+
+def left_out(result: Export, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield what is not written, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for drop in result.dropped:
+        by_reason.setdefault(drop.reason, []).append(drop.name)
+    for reason, every in by_reason.items():
+        yield "left out", f"{names(every, verbose)}: {reason}"
 
 
 def beside(result: Export, *, verbose: bool) -> Iterator[tuple[str, str]]:

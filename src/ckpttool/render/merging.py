@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ckpttool.merging.result import Copies, Merge
-from ckpttool.render.exporting import beside, changes, dtypes, show_export
+from ckpttool.render.exporting import beside, changes, dtypes, left_out, show_export
 from ckpttool.render.terminal import plural, shown_path, size
 
 
@@ -28,8 +28,7 @@ def _facts(result: Merge, *, verbose: bool) -> Iterator[tuple[str, str]]:
     yield "dtypes", dtypes(result)
     yield from changes(result, "buffers keep their dtype", verbose=verbose)
     yield "copies", "; ".join(_copies(result.copies))
-    for drop in result.dropped:
-        yield "left out", f"{drop.name}: {drop.reason}"
+    yield from left_out(result, verbose=verbose)
     for segment, count in result.renamed.items():
         yield "renamed", f"{segment}. taken out of {plural(count, 'name')}"
     yield from beside(result, verbose=verbose)

@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -84,8 +85,9 @@ def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) 
 def show_error(error: CkpttoolError, out: Console) -> None:
     """Print one line of fact, every reason, and one line of hint."""
     out.print(Text("error: ", "bold red") + Text(clean(near(error.message))), soft_wrap=True)
-    for problem in error.problems:
-        out.print(show_problem(problem))
+    for problem, following in zip_longest(error.problems, error.problems[1:]):
+        again = following is not None and following.hint == problem.hint  # it is said once, below the last of them
+        out.print(show_problem(replace(problem, hint="") if again else problem))
     if error.table is not None:
         table = new_table(*error.table.columns)
         for row in error.table.rows:
