@@ -5,6 +5,7 @@ The maps follow those that Megatron-LM, verl, slime and NVIDIA's bridges write a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ckpttool.architectures.dense import INTERNLM3, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
@@ -39,17 +40,33 @@ def named(name: str) -> Family:
 LIST = "All of them: ckpttool to-hf --list-architectures."
 
 
-def find(model_type: str | None, where: str) -> Family:
-    """Return the family of the model type that the config at ``where`` names.
+def find(model_type: str | None, classes: Sequence[str], where: str) -> Family:
+    """Return the family of the model type that the config at ``where`` names; without one, of the class it names.
 
     Raises :class:`Unmapped` that lists what is known, and what can be done.
     """
+    if model_type is None:
+        model_type = next((name for name in NAMES if _class_of(name) in map(_base, classes[:1])), None)
     if model_type is not None and model_type in _BY_NAME:
         return _BY_NAME[model_type]
-    what = f"no weight map is known for the model type {model_type!r}" if model_type is not None else "no model_type"
+    what = (
+        f"no weight map is known for the model type {model_type!r}"
+        if model_type is not None
+        else "no model_type, and no class that is known"
+    )
     raise Unmapped(
         f"{where}: {what}",
         hint=f"Known are {', '.join(NAMES)}.\n"
         "If its weights are laid out like one of these: --arch NAME. How to add a map: docs/to-hf.md.",
         code="unknown-architecture",
     )
+
+
+def _class_of(model_type: str) -> str:
+    """Return how the names of a family's classes begin, in small letters: ``qwen2moe``."""
+    return model_type.removesuffix("_text").replace("_", "")
+
+
+def _base(name: str) -> str:
+    """Return the same of the name of a class: ``Qwen2MoeForCausalLM``."""
+    return name.partition("For")[0].lower()

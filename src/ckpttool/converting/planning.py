@@ -56,21 +56,14 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     Raises :class:`Unmapped` with everything that does not fit, :class:`UsageError` where the user has to choose.
     """
     slots, twice = take_apart(opened.tensors)
-    left_out = without_mtp(slots) if not options.mtp else []
-    run = settings.read_settings(opened.source)
-    family, model, orders, doubts = _model(opened, slots, run, options)
     vision = [slot for key, slot in slots.items() if key.startswith(VISION)]
+    run, left_out = settings.read_settings(opened.source), [] if options.mtp else without_mtp(slots)
+    family, model, orders, notes = _model(opened, slots, run, options)
     refuse(opened, family, list(of_vision(vision)), {"unknown": [slot.stored_as for slot in vision]})
-    disagreements, stored = counts(family, model, slots)
-    if family.groups_rows:
-        disagreements += run.row_faults(model)
-    config = opened.config
-    counted = replace(model, sizes={**model.sizes, **stored})
-    mapped = map_weights(family, counted, slots, like, labels=heads.labels_of(config))
+    mapped, disagreements = _mapped(opened.config, family, model, slots, run, like)
     mapped.dropped += left_out
-    head = heads.decide(mapped, config, family, options.architecture)
-    everything = [*twice, *disagreements, *misfits(mapped), *head.problems]
-    refuse(opened, family, everything, listed(mapped))
+    head = heads.decide(mapped, opened.config, family, options.architecture)
+    refuse(opened, family, [*twice, *disagreements, *misfits(mapped), *head.problems], listed(mapped))
     if mapped.undecided:
         raise _undecided(opened, mapped)
     tie = _tie(mapped, opened, head.config, options)
@@ -79,21 +72,46 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     if like is not None and not tie.problems:
         refuse_unlike(opened, family, mapped, like, model, mtp=options.mtp)
     targets = _named(_with_dtypes(mapped.targets, like, options), like)
-    fields = {**head.fields, **_no_mtp(config, family, options)}
-    notes = [*doubts, *(Problem(code="tied", message=note, severity="note") for note in tie.notes)]
+    notes += [Problem(code="tied", message=note, severity="note") for note in tie.notes]
     return Draft(
         family=family,
         model=model,
         targets=tuple(targets),
         dropped=tuple(mapped.dropped),
-        edits=Edits(tie.untie, fields, {**head.removed, **_unquantised(targets)}),
+        edits=_edits(opened.config, family, tie, head, targets, options),
         config=head.config,
         value_head=mapped.value_head,
         orders=orders,
         confirmed=all(name in run.values for name in ("num_attention_heads", "num_query_groups")),
         problems=(*tie.problems, *faults(targets, mapped.dropped, opened.tensors)),
-        notes=(*notes, *run.notes(config), *_about_mtp(model, config)),
+        notes=(*notes, *run.notes(opened.config), *_about_mtp(model, opened.config)),
     )
+
+
+def _mapped(
+    config: ModelConfig,
+    family: Family,
+    model: Model,
+    slots: Mapping[str, Slot],
+    run: settings.Settings,
+    like: Reference | None,
+) -> tuple[Mapped, list[Problem]]:
+    """Return what the weight map makes of the slots, and where checkpoint, run and configuration disagree.
+
+    Where they disagree about numbers of layers or experts, what else there is to say is said of those that are stored.
+    """
+    disagreements, stored = counts(family, model, slots)
+    if family.groups_rows:
+        disagreements += run.row_faults(model)
+    counted = replace(model, sizes={**model.sizes, **stored})
+    return map_weights(family, counted, slots, like, labels=heads.labels_of(config)), disagreements
+
+
+def _edits(
+    config: ModelConfig, family: Family, tie: ties.Tie, head: heads.Head, targets: list[Target], options: Options
+) -> Edits:
+    fields = {**head.fields, **_no_mtp(config, family, options)}
+    return Edits(tie.untie, fields, {**head.removed, **_unquantised(targets)})
 
 
 def _model(
@@ -121,15 +139,14 @@ def _family(config: ModelConfig, options: Options) -> Family:
     if options.arch is not None:
         return named(options.arch)
     types = config.model_types
-    if any(name in config.values for name in ("vision_config", "audio_config")) and (
-        not types or types[0] not in NAMES
-    ):
+    known = bool(types) and types[0] in NAMES
+    if not known and any(name in config.values for name in ("vision_config", "audio_config")):
         raise Unmapped(
             f"{config.path}: {types[0] if types else 'a model'} is a model of vision or audio and language",
             hint="Only models of text are converted.",
             code="unknown-architecture",
         )
-    return find(types[0] if types else None, config.path)
+    return find(types[0] if types else None, config.architectures, config.path)
 
 
 def _producer(opened: Opened, options: Options) -> tuple[str, list[str], list[Problem]]:
