@@ -318,3 +318,17 @@ def test_an_expert_that_is_missing_makes_no_other_unknown(tmp_path: Path) -> Non
     error = refused(role)
     assert error.data["missing"] == ["model.layers.0.mlp.experts.down_proj"]
     assert error.data["unknown"] == []
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gemma3_text", "deepseek_v3"])
+def test_without_a_model_type_the_class_decides(family: str, tmp_path: Path) -> None:
+    role = make(tmp_path, family)
+    role.say(model_type=...)
+    assert done(role).family == family
+    assert wrong(role) == set()
+
+
+def test_a_model_type_that_is_not_known_is_not_overruled_by_the_class(tmp_path: Path) -> None:
+    role = make(tmp_path)
+    role.say(model_type="llama_of_ours")
+    assert refused(role).code == "unknown-architecture"
