@@ -111,7 +111,7 @@ def test_an_unknown_model_type_lists_those_that_are_known(role: Role) -> None:
 
 
 def test_a_config_without_a_model_type(role: Role) -> None:
-    role.say(model_type=...)
+    role.say(model_type=..., architectures=...)
     assert refused(role).code == "unknown-architecture"
 
 

@@ -65,7 +65,8 @@ def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) ->
     side_folder = find_side_folder(archive, options)
     config, faults = read_side_config(side_folder, given=options.hf_config is not None)
     if faults and side_folder is not None:
-        raise BrokenCheckpoint(f"{side_folder}: {faults[0].message}", hint=faults[0].hint, code=faults[0].code)
+        hint = faults[0].hint or "Mend it, or give the one of the model that was trained: --hf-config DIR."
+        raise BrokenCheckpoint(f"{side_folder}/{faults[0].message}", hint=hint, code=faults[0].code)
     if config is None or side_folder is None:
         raise _no_config(source)
     give_back()
@@ -88,7 +89,10 @@ def stamps_of(source: dcp.DcpSource) -> Stamps:
 
 
 def _sorted_out(problem: Problem) -> Problem:
-    return replace(problem, severity="note") if problem.code in _NOT_IN_THE_WAY else problem
+    if problem.code not in _NOT_IN_THE_WAY:
+        return problem
+    hint = "Every file that the index names is there, and the chunks cover every tensor: it is converted all the same."
+    return replace(problem, severity="note", hint=hint)
 
 
 def _refuse(source: dcp.DcpSource, problems: list[Problem]) -> None:

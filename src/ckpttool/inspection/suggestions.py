@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpttool.errors import UsageError
 from ckpttool.inspection.result import Inspection, Suggestion
-from ckpttool.layout import step_of
+from ckpttool.layout import MODEL, V1_ARCHIVE, V1_HUGGINGFACE, step_of
 
 COMMANDS = frozenset({"demo", "inspect", "merge-fsdp", "migrate", "to-hf"})
 """The commands that exist; only these are suggested."""
@@ -90,6 +90,16 @@ def _in_archive(found: Inspection) -> bool:
     return any(part.name == "model weights" and part.detail.startswith("torch_dist") for part in found.contents)
 
 
+def _keeps_weights(role: Path) -> bool:
+    """Tell by names whether a role of verl has its weights in an archive: they are not Hugging Face's already."""
+    if (role / MODEL / ".metadata").is_file():
+        return True
+    folder = role / V1_HUGGINGFACE
+    names = os.listdir(folder) if folder.is_dir() else []
+    in_v1 = (role / V1_ARCHIVE / ".metadata").is_file()
+    return in_v1 and not any(name.endswith((".safetensors", ".bin")) for name in names)
+
+
 def _output(path: str) -> str:
     """Return a name in the working directory for what is made of a checkpoint."""
     names = [part for part in Path(path).parts[-2:] if part != "/"]
@@ -118,11 +128,14 @@ def _after_run(found: Inspection) -> Iterator[Suggestion]:
     latest = found.run.latest_complete if found.run else None
     best = [row for row in rows if row.state == "complete" and (latest is None or row.step == latest)]
     broken = [row for row in rows if row.state != "complete"]
-    for row in best[-1:]:
+    for row in [row for row in best if row.role == "actor"] or best[-1:]:
+        path = f"{found.path}/{row.path}"
         if row.kind == "fsdp":
-            yield _merge(f"{found.path}/{row.path}")
+            yield _merge(path)
         elif row.kind == "torch_dist" and not row.role:
-            yield _convert_with_config(f"{found.path}/{row.path}")
+            yield _convert_with_config(path)
+        elif row.kind in _MEGATRON and _keeps_weights(Path(path)):
+            yield _command("to-hf", path, "make a Hugging Face model of it", "-o", _output(path))
         yield inspect_command(f"{found.path}/{row.path}", f"look into the latest complete {row.role or 'checkpoint'}")
     for row in broken[-1:]:
         yield inspect_command(f"{found.path}/{row.path}", "see what is wrong there")
