@@ -135,7 +135,7 @@ def _heads(draft: planning.Draft) -> str:
     if not draft.family.groups_rows:
         return ""
     heads, groups, width = (draft.model.size(name) for name in ("heads", "groups", "head_dim"))
-    how = "and the run says so, too" if draft.confirmed else "shapes cannot show it"
+    how = "the run says the same" if draft.confirmed else "shapes cannot show it"
     return f"{heads} heads, {groups} for keys and values, of {width} (config.json; {how})"
 
 
