@@ -56,7 +56,6 @@ def write_roles(folder: Path) -> None:
         write_config(role, {**CONFIG, **FAMILY.get(name, {})})
 
 
-# BUG: seed 338, KeyError of a record without its elements, exit 70
 def test_damaged_roles_end_in_an_error_or_in_the_right_tensors(tmp_path: Path) -> None:
     """And in less than 300 MiB, with the role as it was, and nothing beside the output."""
     roles, folder = tmp_path / "roles", tmp_path / "work"

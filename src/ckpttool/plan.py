@@ -269,13 +269,10 @@ def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mappi
             found.group("target-twice", f"{times} tensors would be written under one name", name)
     for target in targets:
         _check_target(target, sources, found)
+    if any(code == "rows-negative" for code, _ in found.grouped):  # they have no boxes
+        return list(found.all())
     used = _used(targets)
-    left_out = set()
-    for drop in dropped:
-        if drop.box is None:
-            left_out.add(drop.name)
-        else:
-            used.setdefault(drop.name, []).append(drop.box)
+    left_out = _left_out(dropped, used)
     for name, tensor in sources.items():
         if name in left_out and name in used:
             found.group("dropped-and-used", "both written and left out", name)
@@ -284,6 +281,17 @@ def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mappi
         for fault in tiling_faults(tensor.shape, used[name]) if name in used else ():
             found.group("not-once", f"not written exactly once: {fault}", name)
     return list(found.all())
+
+
+def _left_out(dropped: Iterable[Dropped], used: dict[str, list[Box]]) -> set[str]:
+    """Return the sources that are left out; a part of one that is counts as used."""
+    whole = set()
+    for drop in dropped:
+        if drop.box is None:
+            whole.add(drop.name)
+        else:
+            used.setdefault(drop.name, []).append(drop.box)
+    return whole
 
 
 def _used(targets: Iterable[Target]) -> dict[str, list[Box]]:
@@ -307,6 +315,8 @@ def _check_target(target: Target, sources: Mapping[str, TensorInfo], found: Find
         found.group("unwritable-name", "no name that safetensors can hold", target.name)
     if not target.parts:
         found.group("source-missing", "made of nothing", target.name)
+    if any(min(part.start, part.count, part.block, part.step) < 0 for part in target.parts):
+        found.group("rows-negative", "made of a negative number of rows", target.name)
     absent = [part.source for part in target.parts if part.source not in sources]
     if absent:
         found.group("source-missing", f"made of {listing(absent)}, which the checkpoint does not have", target.name)

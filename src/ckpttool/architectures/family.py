@@ -91,20 +91,22 @@ class Family:
         optional = {**OPTIONAL, **self.optional}
         for name, places in {**SIZES, **self.sizes, **optional}.items():
             least = 0 if name in optional else 1
-            place = next((place for place in places if _is_size(config.get(place), least)), None)
-            if place is not None:
+            place = next((place for place in places if config.get(place) is not None), None)
+            if place is not None and not _is_size(config[place], least):
+                lacking.append(f"{place} that makes sense (it is {repr(config[place])[:40]})")
+            elif place is not None:
                 sizes[name], fields[name] = config[place], place
             elif name in optional:
                 sizes[name], fields[name] = 0, places[0]
             else:
                 lacking.append(" or ".join(places))
+        _add_head_dim(config, sizes, fields, lacking)
         if lacking:
             raise Unmapped(
                 f"{where}: no {', no '.join(lacking)}, which the weight map {self.name} needs",
                 hint="Is it the config.json of this model? Give the directory of the right one: --hf-config DIR.",
                 code="config-lacks",
             )
-        _add_head_dim(config, sizes, fields)
         for name, parts in self.products.items():
             sizes[name] = math.prod(sizes[part] for part in parts)
             fields[name] = " * ".join(fields[part] for part in parts)
@@ -118,9 +120,12 @@ def _is_size(value: object, least: int) -> bool:
     return type(value) is int and least <= value < MOST
 
 
-def _add_head_dim(config: Mapping[str, Any], sizes: dict[str, int], fields: dict[str, str]) -> None:
-    if _is_size(config.get("head_dim"), 1):
-        sizes["head_dim"], fields["head_dim"] = config["head_dim"], "head_dim"
-    else:
-        sizes["head_dim"] = sizes["hidden"] // max(sizes["heads"], 1)
+def _add_head_dim(config: Mapping[str, Any], sizes: dict[str, int], fields: dict[str, str], lacking: list[str]) -> None:
+    said = config.get("head_dim")
+    if said is None:
+        sizes["head_dim"] = sizes.get("hidden", 0) // max(sizes.get("heads", 0), 1)
         fields["head_dim"] = "hidden_size / num_attention_heads"
+    elif _is_size(said, 1):
+        sizes["head_dim"], fields["head_dim"] = said, "head_dim"
+    else:
+        lacking.append(f"head_dim that makes sense (it is {repr(said)[:40]})")

@@ -120,9 +120,6 @@ class Vocabulary:
         return Made((slot.rows(0, wanted),), shape, (slot.dtype,), slot.origin)
 
 
-_QKV_ROWS = "heads*head_dim", "groups*head_dim"
-
-
 @dataclass(frozen=True, slots=True)
 class Qkv:
     """One projection out of query groups; ``which`` is ``q``, ``k`` or ``v``.

@@ -14,7 +14,7 @@ from ckpttool.converting.reference import Reference, read_reference
 from ckpttool.converting.result import Conversion, Options
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, UsageError
 from ckpttool.export import outputs
-from ckpttool.export.precision import DTYPES, KEPT
+from ckpttool.export.precision import DTYPES, is_kept
 from ckpttool.export.writing import Ready, check_unchanged, give_back, is_replaceable, write
 from ckpttool.plan import Plan, Target, header_faults
 from ckpttool.staging import check_outside, check_target, clear_stale, free_space, space_problems
@@ -30,7 +30,8 @@ def convert(
     """Convert the Megatron archive at or below a path into a new Hugging Face directory.
 
     ``ready`` is told how many bytes will be written and returns what is told of each part. With ``dry_run`` everything
-    is checked and nothing is written. Raises :class:`BrokenCheckpoint` with all problems when the archive is not whole
+    is checked but the bytes of tensors, and nothing is written. Raises :class:`BrokenCheckpoint` with all problems when
+    the archive is not whole
     or holds what is refused, :class:`Unmapped` with everything that does not fit the weight map, :class:`UsageError`
     for a choice that is the user's, :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
     """
@@ -73,6 +74,9 @@ def _checked(options: Options) -> Options:
         raise UsageError("--untie and --drop-lm-head ask for opposite things")
     if options.allow_overflow and options.dtype is None and options.like is None:
         raise UsageError("--allow-overflow without --dtype or --like: nothing is cast")
+    name = options.architecture
+    if name is not None and not (name.isascii() and name.isidentifier()):
+        raise UsageError(f"--architecture {name!r}: no name of a class")
     if options.dtype is None:
         return options
     if options.dtype not in DTYPES:
@@ -127,7 +131,7 @@ def _refusal(opened: Opened, problems: tuple[Problem, ...]) -> BrokenCheckpoint:
 
 def _is_buffer(target: Target) -> bool:
     """Tell a buffer by its name: an archive does not say which tensors are parameters."""
-    return target.name.endswith(KEPT)
+    return is_kept(target.name)
 
 
 def _heads(draft: planning.Draft) -> str:

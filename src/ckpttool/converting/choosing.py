@@ -41,7 +41,7 @@ def find_archive(path: Path, output: Path, options: Options) -> tuple[Path, tupl
         return only, notes
     if not found:
         raise NotACheckpoint(
-            f"{chosen}: no Megatron archive (.metadata and *.distcp) in it or below{what_it_is(chosen)}",
+            f"{chosen}: no Megatron archive (.metadata and *.distcp) in it or below{_what_is_there(chosen)}",
             hint=_instead(roles[0] if len(roles) == 1 else chosen),
         )
     raise NotACheckpoint(
@@ -58,6 +58,12 @@ def archive_of(folder: Path) -> Path | None:
         return folder
     trees = (folder / tree for tree in _TREES)
     return next((tree for tree in trees if tree.is_dir() and dcp.detect(tree) is not None), None)
+
+
+def _what_is_there(path: Path) -> str:
+    """Say what a directory is; of a run, what its newest step is."""
+    newest = runs.steps(path)[-1:]
+    return what_it_is(path) + "".join(what_it_is(step).replace("; it is", "; its newest step is") for step in newest)
 
 
 def _is_checkpoint(folder: Path) -> bool:

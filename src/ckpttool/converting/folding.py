@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpttool.architectures.slots import NUMBER
 from ckpttool.formats.findings import ranges
 
-_NUMBER = re.compile(rf"(?<![^.\[ ]){NUMBER}(?![^.\], ])")
-
-
-_HERE = "\0"
-"""Stands where a number was; no name of a tensor has one."""
+_NUMBER = re.compile(rf"(?<![^.\[ ])({NUMBER})(?![^.\], ])")
 
 
 def folded(names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Yield patterns that together stand for exactly these names, and how many each stands for."""
-    groups: dict[str, set[tuple[int, ...]]] = {}
+    groups: dict[tuple[str, ...], set[tuple[int, ...]]] = {}
     for name in names:
-        numbers = tuple(int(found) for found in _NUMBER.findall(name))
-        groups.setdefault(_NUMBER.sub(_HERE, name), set()).add(numbers)
-    for pattern, found in groups.items():
-        yield from ((_filled(pattern, axes), math.prod(map(len, axes))) for axes in _boxes(found))
+        parts = _NUMBER.split(name)
+        groups.setdefault(tuple(parts[::2]), set()).add(tuple(map(int, parts[1::2])))
+    for texts, found in groups.items():
+        yield from ((_filled(texts, axes), math.prod(map(len, axes))) for axes in _boxes(found))
 
 
 def _boxes(found: set[tuple[int, ...]]) -> list[list[set[int]]]:
@@ -40,7 +36,7 @@ def _boxes(found: set[tuple[int, ...]]) -> list[list[set[int]]]:
     return [[firsts, *box] for tails, firsts in alike.items() for box in _boxes(set(tails))]
 
 
-def _filled(pattern: str, axes: list[set[int]]) -> str:
-    texts = iter(ranges(axis).replace(", ", ",") for axis in axes)
-    several = iter(len(axis) > 1 for axis in axes)
-    return re.sub(_HERE, lambda _: f"[{next(texts)}]" if next(several) else next(texts), pattern)
+def _filled(texts: Sequence[str], axes: Sequence[set[int]]) -> str:
+    numbers = [ranges(axis).replace(", ", ",") for axis in axes]
+    shown = [f"[{text}]" if len(axis) > 1 else text for text, axis in zip(numbers, axes, strict=True)]
+    return texts[0] + "".join(number + text for number, text in zip(shown, texts[1:], strict=True))

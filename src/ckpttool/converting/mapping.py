@@ -136,7 +136,7 @@ def _add_head(mapped: Mapped, place: Place, labels: int) -> None:
     if slot is None:
         return
     rows = slot.shape[0] if slot.shape else 0
-    if rows != place.model.size("vocab") and rows in (1, labels):
+    if rows < place.model.size("vocab") and rows in (1, labels):
         mapped.value_head = rows
         _add(mapped, SCORE, Weight(SCORE, Copy(OUTPUT_LAYER), (rows, "hidden")), place)
         if OUTPUT_BIAS in place.slots:

@@ -15,7 +15,9 @@ from ckpttool.converting.reference import Reference
 from ckpttool.errors import Problem, Unmapped
 
 
-def refuse(opened: Opened, family: Family, problems: list[Problem], data: Mapping[str, Any] | None = None) -> None:
+def refuse_if_any(
+    opened: Opened, family: Family, problems: list[Problem], data: Mapping[str, Any] | None = None
+) -> None:
     """Raise :class:`Unmapped` with all problems, if there are any; ``data`` has every name for programs."""
     if not problems:
         return
@@ -104,7 +106,7 @@ def refuse_unlike(opened: Opened, family: Family, mapped: Mapped, like: Referenc
         shown = ", ".join(name for name, _ in folded(names))
         found.append(Problem(code="shapes-disagree", message=f"{text}: {shown}"))
     data = {"only_in_reference": sorted(wanted), "not_in_reference": extra, "other_shapes": others}
-    refuse(opened, family, found, data)
+    refuse_if_any(opened, family, found, data)
 
 
 def _folded(code: str, what: str, names: Iterable[str], hint: str) -> Iterator[Problem]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from ckpttool import layout
@@ -19,7 +20,7 @@ from ckpttool.export.config import ModelConfig, read_side_config
 from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.writing import Stamps, give_back, stamps
 from ckpttool.formats import dcp, hf
-from ckpttool.formats.findings import counted, listing
+from ckpttool.formats.findings import Findings, counted, listing
 from ckpttool.tensors import TensorInfo
 
 _REASONS = {
@@ -57,9 +58,9 @@ class Opened:
 def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) -> Opened:
     """Read all indexes and refuse, with everything that is wrong, what is no whole Megatron model."""
     source = dcp.open_(archive, named=EVERY)
-    problems = [_sorted_out(problem) for problem in source.problems]
-    _refuse(source, problems)
     tensors = {name: t for name, t in source.tensors.items() if source.part_of(name) == "model"}
+    problems = [*map(_sorted_out, source.problems), *_overlaps(tensors.values())]
+    _refuse(source, problems)
     if not tensors:
         raise _no_weights(source)
     side_folder = find_side_folder(archive, options)
@@ -86,6 +87,16 @@ def stamps_of(source: dcp.DcpSource) -> Stamps:
     """Return size and time of the index and of every data file that holds a part of the model."""
     files = {p.place.file for name, t in source.tensors.items() if source.part_of(name) == "model" for p in t.pieces}
     return stamps(source.root / name for name in (dcp.METADATA_FILE, *sorted(files)))
+
+
+def _overlaps(tensors: Iterable[TensorInfo]) -> Iterator[Problem]:
+    """Yield the tensors whose records lie over one another: the bytes of one of them are nowhere."""
+    records = sorted((p.place.file, p.place.offset, p.place.length, t.name) for t in tensors for p in t.pieces)
+    found = Findings(most=EVERY)
+    for (file, offset, length, name), (other, following, _, another) in pairwise(records):
+        if file == other and following < offset + length:
+            found.group("records-overlap", f"records lie over one another in {file}", f"{name} and {another}")
+    yield from found.all()
 
 
 def _sorted_out(problem: Problem) -> Problem:

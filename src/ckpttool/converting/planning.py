@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckpttool.architectures import NAMES, find, named
@@ -13,20 +12,19 @@ from ckpttool.architectures.slots import Slot, take_apart
 from ckpttool.converting import heads, settings
 from ckpttool.converting.folding import folded
 from ckpttool.converting.mapping import Mapped, counts, map_weights, predictions, without_mtp
-from ckpttool.converting.misfits import VISION, listed, misfits, of_vision, refuse, refuse_unlike
+from ckpttool.converting.misfits import VISION, listed, misfits, of_vision, refuse_if_any, refuse_unlike
 from ckpttool.converting.opening import Opened
 from ckpttool.converting.reference import Reference
 from ckpttool.converting.result import AUTO, Options
 from ckpttool.errors import Problem, Unmapped, UsageError
 from ckpttool.export import ties
 from ckpttool.export.comparing import differing
-from ckpttool.export.config import Edits, ModelConfig
-from ckpttool.export.precision import KEPT
+from ckpttool.export.config import QUANTIZATION, Edits, ModelConfig
+from ckpttool.export.outputs import main_dtype
+from ckpttool.export.precision import is_kept
 from ckpttool.plan import Dropped, Target, faults
 from ckpttool.reading import Reader
 from ckpttool.tensors import CASTABLE, DTYPE_BITS, TensorInfo
-
-QUANTISATION = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +57,15 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     vision = [slot for key, slot in slots.items() if key.startswith(VISION)]
     run, left_out = settings.read_settings(opened.source), [] if options.mtp else without_mtp(slots)
     family, model, orders, notes = _model(opened, slots, run, options)
-    refuse(opened, family, list(of_vision(vision)), {"unknown": [slot.stored_as for slot in vision]})
+    refuse_if_any(opened, family, list(of_vision(vision)), {"unknown": [slot.stored_as for slot in vision]})
     mapped, disagreements = _mapped(opened.config, family, model, slots, run, like)
     mapped.dropped += left_out
     head = heads.decide(mapped, opened.config, family, options.architecture)
-    refuse(opened, family, [*twice, *disagreements, *misfits(mapped), *head.problems], listed(mapped))
+    refuse_if_any(opened, family, [*twice, *disagreements, *misfits(mapped), *head.problems], listed(mapped))
     if mapped.undecided:
         raise _undecided(opened, mapped)
     tie = _tie(mapped, opened, head.config, options)
-    refuse(opened, family, [problem for problem in tie.problems if problem.code in _MISSING])
+    refuse_if_any(opened, family, [problem for problem in tie.problems if problem.code in _MISSING])
     _drop_head(mapped, tie)
     if like is not None and not tie.problems:
         refuse_unlike(opened, family, mapped, like, model, mtp=options.mtp)
@@ -171,7 +169,8 @@ def _about_mtp(model: Model, config: ModelConfig) -> Iterator[Problem]:
         f"multi-token prediction is written{silent}; transformers calls such tensors unexpected when it loads the "
         "model, and does not use them"
     )
-    yield Problem(code="mtp", message=message, hint="To leave them out: --no-mtp.", severity="note")
+    hint = "To leave them out: --no-mtp. Servers that want copies of embeddings and head in them: --like."
+    yield Problem(code="mtp", message=message, hint=hint, severity="note")
 
 
 _MISSING = ("head-missing", "embedding-missing")
@@ -207,23 +206,14 @@ def _drop_head(mapped: Mapped, tie: ties.Tie) -> None:
 
 def is_protected(target: Target, main: str | None) -> bool:
     """Tell what ``--dtype`` does not touch: biases of routers, and what was kept wider than the rest on purpose."""
-    if target.name.endswith(KEPT):
+    if is_kept(target.name):
         return True
     return main is not None and target.dtype in CASTABLE and DTYPE_BITS[target.dtype] > DTYPE_BITS[main]
 
 
-def stored_main(targets: Iterable[Target]) -> str | None:
-    """Return the plain float that most of the targets are stored in, by bytes."""
-    held: Counter[str] = Counter()
-    for target in targets:
-        if target.dtype in CASTABLE:
-            held[target.dtype] += target.nbytes
-    return held.most_common(1)[0][0] if held else None
-
-
 def _with_dtypes(targets: list[Target], like: Reference | None, options: Options) -> list[Target]:
     """Give targets the dtype asked for, or that of the reference; all others keep what they are stored in."""
-    main = stored_main(targets)
+    main = main_dtype(targets, lambda _target: False)
     return [_with_dtype(target, main, like, options.dtype) for target in targets]
 
 
@@ -255,4 +245,4 @@ def _unquantised(targets: list[Target]) -> Mapping[str, str]:
     """Return what the config says of quantisation, which is wrong of weights that are not quantised."""
     if any(target.dtype.startswith(("float8", "float4", "float6")) for target in targets):
         return {}
-    return dict.fromkeys(QUANTISATION, "the weights are not quantised")
+    return dict.fromkeys(QUANTIZATION, "the weights are not quantised")

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused
 from ckpttool.formats import hf
+from ckpttool.formats.findings import counted
 from ckpttool.formats.jsonfile import INDEX_MOST, read_object
 from ckpttool.tensors import CASTABLE, Index
 
@@ -56,21 +57,24 @@ def read_reference(folder: Path) -> Reference:
 
     Raises :class:`NotACheckpoint` for a directory without either.
     """
-    tensors: dict[str, tuple[str, Index] | None] = {}
-    for index in hf.INDEXES:
-        if (folder / index).is_file():
-            names = read_object(folder / index, INDEX_MOST).get("weight_map")
-            if not isinstance(names, dict):
-                raise BrokenCheckpoint(f"--like {folder}: {index} has no weight_map", code="bad-json")
-            tensors = dict.fromkeys(map(str, names))
-            break
-    for file in hf.weight_files(path.name for path in folder.iterdir()):
+    files = _files(folder)
+    tensors: dict[str, tuple[str, Index] | None] = dict.fromkeys(name for names in files.values() for name in names)
+    read, unread = 0, []
+    for file in files:
         try:
             tensors |= {name: (t.dtype, t.shape) for name, t in hf.read_weights(folder / file).items()}
+            read += 1
+        except Refused:
+            raise
         except CkpttoolError as error:
-            if not tensors:
-                raise
-            del error  # a pointer of a large-file store, or half a download: the index has the names
+            unread.append(error)
+    if unread and (read or not tensors):
+        raise BrokenCheckpoint(
+            f"--like {folder}: of {counted(len(files), 'file')} of weights, {len(unread)} cannot be read",
+            hint="Take the reference whole, or only its config and index: then every tensor keeps its own dtype.",
+            code="reference-broken",
+            problems=[Problem(code=error.code, message=error.message) for error in unread],
+        )
     if not tensors:
         raise NotACheckpoint(
             f"--like {folder}: neither an index nor weights in it",
@@ -80,6 +84,22 @@ def read_reference(folder: Path) -> Reference:
     usual = {_usual(name, prefix): name for name in tensors}
     renamed = {name: theirs for name, theirs in usual.items() if name != theirs}
     return Reference(str(folder), {name: tensors[theirs] for name, theirs in usual.items()}, renamed)
+
+
+def _files(folder: Path) -> dict[str, list[str]]:
+    """Return the files of weights with the names that an index gives them; without one all that lie there."""
+    for index in hf.INDEXES:
+        if (folder / index).is_file():
+            names = read_object(folder / index, INDEX_MOST).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+                raise BrokenCheckpoint(f"--like {folder}: {index} has no weight_map", code="bad-json")
+            files: dict[str, list[str]] = {}
+            for name, file in names.items():
+                if Path(file).name != file or "\0" in file:
+                    raise BrokenCheckpoint(f"--like {folder}: {index} names a file {file!r}", code="bad-json")
+                files.setdefault(file, []).append(name)
+            return files
+    return {file: [] for file in hf.weight_files(path.name for path in folder.iterdir())}
 
 
 _EMBEDDINGS = "embed_tokens.weight"

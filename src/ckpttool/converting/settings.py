@@ -148,6 +148,11 @@ def _any_of(names: Iterable[str]) -> bytes:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    below = [name for name in INTERLEAVED if type(values.get(name)) is int and values[name] < 0]
+    if below:
+        raise BrokenCheckpoint(
+            f"{below[0]} is {values[below[0]]} in the settings of the run", code="settings-unreadable"
+        )
     whole = {name: values[name] for name in (*INTERLEAVED, *_ROWS) if type(values.get(name)) is int}
     return whole | {name: values[name] for name in _PLAIN if name not in _ROWS and _is_number(values.get(name))}
 

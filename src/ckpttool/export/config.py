@@ -15,13 +15,15 @@ from ckpttool.formats.jsonfile import parse_object, read_raw
 CONFIG = "config.json"
 TIE = "tie_word_embeddings"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_QUANTIZATION = ("quantization_config", "compression_config")
+QUANTIZATION = ("quantization_config", "compression_config")
+"""Fields that say how weights are quantised."""
+
 _TEXT = ("text_config", "llm_config", "language_config", "decoder", "thinker_config", "text_cfg")
 _BELOW = ("huggingface", "model/huggingface")
 _LITERAL = "\0"
 _ESCAPED = "\\u0000"
 _QUOTED_LITERAL = re.compile(r'"\\u0000([^"\\]*)\\u0000"')
-"""Numbers with a fraction are carried through as they are written, marked by what no JSON text of a config has."""
+"""Numbers with a fraction are carried through as they are written, marked by what hardly a config has."""
 
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
 
@@ -130,7 +132,8 @@ def edited(config: ModelConfig, dtype: str | None, edits: Edits) -> tuple[bytes,
     ``dtype`` (torch's name) is what the weights are written in: every dtype field is made to say it, and one is added
     where there is none.
     """
-    values = json.loads(config.raw, parse_float=lambda text: f"{_LITERAL}{text}{_LITERAL}")
+    keep = b"\\u0000" not in config.raw
+    values = json.loads(config.raw, parse_float=(lambda text: f"{_LITERAL}{text}{_LITERAL}") if keep else float)
     changes: list[str] = []
     if dtype is not None:
         changes += _set_dtype(values, dtype)
@@ -143,7 +146,7 @@ def edited(config: ModelConfig, dtype: str | None, edits: Edits) -> tuple[bytes,
         text = json.dumps(values, indent=2, ensure_ascii=config.raw.isascii())
     except RecursionError as error:
         raise BrokenCheckpoint(f"{config.path}: nested too deeply", code="bad-json") from error
-    text = _QUOTED_LITERAL.sub(r"\1", text)
+    text = _QUOTED_LITERAL.sub(r"\1", text) if keep else text
     return text.encode("utf-8", "surrogatepass") + b"\n", tuple(changes)
 
 
@@ -165,7 +168,7 @@ def _set_dtype(values: dict[str, Any], dtype: str) -> Iterator[str]:
         key = "dtype" if recent else "torch_dtype"
         values[key] = dtype
         yield f"{key}: {dtype} (was not there)"
-    nested = [(name, part) for name, part in _parts(values) if name.endswith("config") and name not in _QUANTIZATION]
+    nested = [(name, part) for name, part in _parts(values) if name.endswith("config") and name not in QUANTIZATION]
     for name, part in [("", values), *nested]:
         for key in _DTYPE_KEYS:
             wrong = key in part and str(part[key]).removeprefix("torch.") != dtype

@@ -37,10 +37,15 @@ itself tells: what is stored whole by every rank is a buffer.
 _KEPT = re.compile(rf"(?:.*\.)?(?:{'|'.join(KEPT)})")
 
 
+def is_kept(name: str) -> bool:
+    """Tell by its name a buffer that keeps its precision in every model we know."""
+    return bool(_KEPT.fullmatch(name))
+
+
 def is_buffer(tensor: TensorInfo) -> bool:
     """Tell a buffer from a parameter: by its placement, at world size 1 by its name."""
     if tensor.placement == WHOLE:
-        return bool(_KEPT.fullmatch(tensor.name))
+        return is_kept(tensor.name)
     return tensor.placement == PLAIN
 
 

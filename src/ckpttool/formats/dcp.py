@@ -230,8 +230,10 @@ def _storage(metadata: Record | None, found: Findings) -> dict[tuple[str, Index 
 
 def _inside(name: object) -> str:
     """Return a relative path that stays in the directory; raises :class:`Refused` for one that leaves it."""
-    if isinstance(name, str) and _DATA_FILE.fullmatch(name) and "/" not in name:
+    if isinstance(name, str) and _DATA_FILE.fullmatch(name) and "/" not in name and name.isprintable():
         return name
+    if isinstance(name, str) and not name.isprintable():  # a NUL, or half of a surrogate pair
+        raise BrokenCheckpoint(f".metadata: names the file {said(name)}", code="unreadable-pickle")
     if not isinstance(name, str) or not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise Refused(
             f".metadata: names the file {said(name)}, outside its directory",

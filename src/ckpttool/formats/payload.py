@@ -90,5 +90,5 @@ def _of_archive(path: str, place: Place) -> tuple[TorchZip, Payload]:
     value, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=archive.path.name)
     view = stored_tensor(value)
     record = f"data/{view.storage}"
-    length = archive.entries[record].size
-    return archive, Payload(archive.payload(record), length, view.start, view.strides, view.dtype, view.size)
+    offset, length = archive.payload(record), archive.entries[record].size
+    return archive, Payload(offset, length, view.start, view.strides, view.dtype, view.size)

@@ -11,7 +11,8 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
@@ -24,6 +25,9 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 LOCAL_HEADER = _LOCAL.size
 """Bytes of a record's local header before its name."""
 
+_BEHIND = (0, 12, 16, 20, 24)
+"""Bytes between a record and what follows it: none, or a data descriptor in one of its forms (APPNOTE 4.3.9)."""
+
 _TAIL = 66_000  # the end record and its longest comment
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46")
 
@@ -33,12 +37,16 @@ SMALL = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record: where its local header lies (bytes from the archive's begin), its size and recorded CRC-32."""
+    """A record: where its local header lies (bytes from the archive's begin), its size and recorded CRC-32.
+
+    ``end`` is where the next record or the directory begins.
+    """
 
     header: int
     size: int
     crc: int
     stored: bool
+    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,8 @@ class TorchZip:
             raise _damaged(self.path, f"no local header for record {name}")
         name_length, extra_length = struct.unpack_from("<HH", local, 26)
         start: int = entry.header + _LOCAL.size + name_length + extra_length
-        if start + entry.size > self.length:
-            raise _damaged(self.path, f"record {name} reaches past the end")
+        if entry.end - start - entry.size not in _BEHIND:
+            raise _damaged(self.path, f"the local header of record {name} does not lead to its bytes")
         return self.base + start
 
     def read(self, name: str) -> bytes:
@@ -216,7 +224,9 @@ def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> di
         name = directory[at + _CENTRAL.size : name_end].decode("utf-8", "backslashreplace")
         entries[name] = Entry(header, size, crc, stored=method == 0)
         at = name_end + extra_length + comment_length
-    return entries
+    headers = sorted({entry.header for entry in entries.values()})
+    following = dict(pairwise([*headers, limit]))
+    return {name: replace(entry, end=following[entry.header]) for name, entry in entries.items()}
 
 
 def _zip64_fields(path: Path, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
