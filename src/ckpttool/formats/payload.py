@@ -35,6 +35,10 @@ SEEN_MOST, HEAD_MOST = 4096, 1 << 16
 """Lengths of archives whose headers are remembered, and the longest header that is."""
 
 
+_DESCRIPTOR, _NEXT = (b"PK\x07\x08",), (b"PK\x03\x04", b"PK\x01\x02")
+"""What a stored entry of a zip ends at: its data descriptor, where a flag says so, else the next entry or directory."""
+
+
 class Header(NamedTuple):
     """What stands before the elements of an archive and at its end, and where it says they are."""
 
@@ -61,6 +65,9 @@ def locate(path: str, handle: int, place: Place, seen: Seen | None = None) -> Pa
         if len(header) < LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
             raise BrokenCheckpoint(f"{path}: no local header at byte {place.offset:,}", code="damaged-zip")
         before = LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
+        follows = os.pread(handle, 4, place.offset + before + place.length)
+        if follows not in (_DESCRIPTOR if header[6] & 8 else _NEXT):
+            raise BrokenCheckpoint(f"{path}: the local header at byte {place.offset:,} is damaged", code="damaged-zip")
         return Payload(place.offset + before, place.length, place.start, place.strides)
     known = seen.get(place.length) if seen is not None else None
     if known is not None and _is_like(known, handle, place):
