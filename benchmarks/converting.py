@@ -17,12 +17,13 @@ from benchmarks.bars import Limits, Measured, print_bar
 from benchmarks.measure import Run, require_room, run, take_away
 from benchmarks.merging import CAT
 
-FREE_GB = 10
+FREE_GB = 12
 """What has to be free: an archive and two models converted from it."""
 UNLESS_FULL = '"$@"; test $? = 0 -o $? = 6'
 """A plan that would not fit on the disk ends with 6, and is a plan all the same."""
 LIMITS = Limits(slower=2.0, faster=3.0, part=0.2, peak=200.0)
 DRY_RUNS = 3
+GROWTH = 1.1
 COPY = "cat and sync"
 
 
@@ -35,17 +36,32 @@ class Case:
 
 
 WHOLE = (Case("real", "to-hf, Qwen2 of two ranks"), Case("moe", "to-hf, 20,000 records"))
+LARGER = Case("larger", "to-hf, Qwen2 of two ranks")
 DRY = Case("gptoss120b", "to-hf --dry-run, gpt-oss-120b")
 
 
 def measure(folder: Path, ckpttool: str, runs: int) -> bool:
     """Print seconds and memory of all commands and one line a bar; return whether all bars are kept."""
     require_room("convert", folder, FREE_GB)
-    kept = [_case(case, folder, ckpttool, runs) for case in WHOLE]
-    return all([*kept, _dry_run(DRY, folder, ckpttool)])
+    real, *others = [_case(case, folder, ckpttool, runs) for case in WHOLE]
+    grows = _growth(real[0], folder, ckpttool)
+    return all([real[1], *(kept for _, kept in others), grows, _dry_run(DRY, folder, ckpttool)])
 
 
-def _case(case: Case, folder: Path, ckpttool: str, runs: int) -> bool:
+def _growth(less: float, folder: Path, ckpttool: str) -> bool:
+    """Hold the memory that four times the layers take against ``less``, in MiB."""
+    role, out = folder / LARGER.kind, folder / "converted"
+    megatron.write(LARGER.kind, role)
+    peak = run([ckpttool, "to-hf", str(role), "-o", str(out), "--no-progress"]).peak
+    read, _ = take_away(role), take_away(out)
+    growth = peak / less
+    title = f"{LARGER.title}, memory at {read / 1e9:.1f} GB"
+    print_bar(title, f"{peak:.0f} MiB, ratio {growth:.2f}", f"{GROWTH}", growth <= GROWTH)
+    return growth <= GROWTH
+
+
+def _case(case: Case, folder: Path, ckpttool: str, runs: int) -> tuple[float, bool]:
+    """Measure a case; return the peak memory of ours, in MiB, and whether all bars are kept."""
     role, out = folder / case.kind, folder / "converted"
     megatron.write(case.kind, role)
     files = sorted(map(str, role.glob("dist_ckpt/*.distcp")))
@@ -66,7 +82,8 @@ def _case(case: Case, folder: Path, ckpttool: str, runs: int) -> bool:
     print(f"{case.title}: {take_away(role) / 1e9:.1f} GB in {len(files)} files, {written / 1e9:.1f} GB converted")
     measured = Measured(*done.values())
     measured.print_runs(COPY)
-    return measured.print_bars(case.title, COPY, LIMITS)
+    peak = statistics.median(r.peak for r in measured.ours)
+    return peak, measured.print_bars(case.title, COPY, LIMITS)
 
 
 def _compare(ours: list[str], theirs: list[str], out: Path) -> int:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,14 @@ Write = Callable[[Any, Record], None]
 """Appends a record to an open file."""
 
 
-def dense_role(role: Path) -> None:
-    """Write a Qwen2 of 1.3 GB, saved by Megatron-Core on two tensor-parallel ranks."""
+def dense_role(role: Path, *, layers: int = 12) -> None:
+    """Write a Qwen2 of 1.3 GB, saved by Megatron-Core on two tensor-parallel ranks; more layers are more of it."""
     from tests.writers.ranks import run_ranks
 
-    run_ranks(_save_dense, role, world=2)
+    run_ranks(partial(_save_dense, layers=layers), role, world=2)
 
 
-def _save_dense(role: Path) -> None:
+def _save_dense(role: Path, *, layers: int) -> None:
     from dataclasses import replace
 
     import torch
@@ -81,7 +82,7 @@ def _save_dense(role: Path) -> None:
         architectures=["Qwen2ForCausalLM"],
         hidden_size=2048,
         intermediate_size=5632,
-        num_hidden_layers=12,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=2,
         vocab_size=32000,
@@ -277,7 +278,12 @@ def _write_archive(archive: Path, tensors: Sequence[Tensor], ranks: int, write: 
     return len(records)
 
 
-KINDS: Mapping[str, Callable[[Path], object]] = {"real": dense_role, "moe": moe_role, "gptoss120b": gpt_oss_role}
+KINDS: Mapping[str, Callable[[Path], object]] = {
+    "real": dense_role,
+    "larger": partial(dense_role, layers=48),
+    "moe": moe_role,
+    "gptoss120b": gpt_oss_role,
+}
 
 
 def write(kind: str, role: Path) -> None:
