@@ -39,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "ckpttool.export": {
         *("ckpttool.sink", "ckpttool.staging", "ckpttool.plan", "ckpttool.reading", "ckpttool.elements"),
         *("ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        "ckpttool.unpickle",  # to pause the collector
     },
     "ckpttool.architectures": {"ckpttool.plan", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
@@ -53,12 +54,11 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.inspection", "ckpttool.export", "ckpttool.sink", "ckpttool.staging", "ckpttool.plan"),
         *("ckpttool.reading", "ckpttool.elements", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors"),
         *("ckpttool.errors", "ckpttool.telling"),
-        "ckpttool.unpickle",  # to pause the collector
     },
     "ckpttool.converting": {
         *("ckpttool.architectures", "ckpttool.inspection", "ckpttool.export", "ckpttool.staging", "ckpttool.plan"),
         *("ckpttool.reading", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
-        "ckpttool.unpickle",  # to pause the collector, and for the arguments of a run
+        "ckpttool.unpickle",  # for the arguments of a run
     },
     "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},
     "ckpttool.render": {

@@ -12,14 +12,14 @@ from ckpttool.converting.choosing import find_archive, model_directory
 from ckpttool.converting.opening import Opened, open_archive, stamps_of
 from ckpttool.converting.reference import Reference, read_reference
 from ckpttool.converting.result import Conversion, Options
-from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, UsageError
+from ckpttool.errors import BrokenCheckpoint, Problem, UsageError
 from ckpttool.export import outputs
 from ckpttool.export.precision import DTYPES, is_kept
-from ckpttool.export.writing import Ready, check_unchanged, give_back, is_replaceable, write
+from ckpttool.export.running import Prepared, run
+from ckpttool.export.writing import Ready, check_unchanged
 from ckpttool.plan import Plan, Target, header_faults
-from ckpttool.staging import check_outside, check_target, clear_stale, free_space, space_problems
+from ckpttool.staging import check_outside, space_problems
 from ckpttool.tensors import CASTABLE
-from ckpttool.unpickle import collector_paused
 
 __all__ = ["Conversion", "Options", "convert"]
 
@@ -31,41 +31,29 @@ def convert(
 
     ``ready`` is told how many bytes will be written and returns what is told of each part. With ``dry_run`` everything
     is checked but the bytes of tensors, and nothing is written. Raises :class:`BrokenCheckpoint` with all problems when
-    the archive is not whole
-    or holds what is refused, :class:`Unmapped` with everything that does not fit the weight map, :class:`UsageError`
-    for a choice that is the user's, :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
+    the archive is not whole or holds what is refused, :class:`Unmapped` with everything that does not fit the weight
+    map, :class:`UsageError` for a choice that is the user's, :class:`~ckpttool.errors.CannotWrite`,
+    :class:`NotACheckpoint`.
     """
     started = time.monotonic()
     path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links
     options = _checked(options)
     archive, notes = find_archive(path, output, options)
-    check_outside(output, [archive])
-    if not options.dry_run:
-        clear_stale(output)
-    check_target(output, force=options.force, replaceable=is_replaceable(output))
-    try:
-        with collector_paused():
-            like = _reference(options)
-            opened = open_archive(archive, notes, options)
-            check_outside(output, [opened.side_folder, *([Path(like.path)] if like is not None else [])])
-            checked = _check(output, opened, like, options)
-    except PermissionError as error:
-        raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
-    give_back()
-    result = _result(output, opened, checked, options)
-    if options.dry_run:
-        return replace(result, bytes_free=free_space(output), seconds=time.monotonic() - started)
-    overflows = write(
-        output,
-        checked.plan,
-        opened.tensors,
-        archive,
-        options,
-        ready(checked.plan.nbytes),
-        lambda: check_unchanged(archive, opened.stamps, stamps_of(opened.source)),
-    )
-    casts = outputs.casts(checked.plan.targets, opened.tensors, overflows)
-    return replace(result, done=True, casts=casts, seconds=time.monotonic() - started)
+
+    def prepare() -> Prepared[Conversion]:
+        like = _reference(options)
+        opened = open_archive(archive, notes, options)
+        check_outside(output, [opened.side_folder, *([Path(like.path)] if like is not None else [])])
+        checked = _check(output, opened, like, options)
+        return Prepared(
+            _result(output, opened, checked, options),
+            checked.plan,
+            opened.tensors,
+            archive,
+            lambda: check_unchanged(archive, opened.stamps, stamps_of(opened.source)),
+        )
+
+    return run(output, [archive], options, prepare, ready, started)
 
 
 def _checked(options: Options) -> Options:

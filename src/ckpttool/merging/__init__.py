@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Table
+from ckpttool.errors import BrokenCheckpoint, Problem, Table
 from ckpttool.export import outputs, ties
 from ckpttool.export.comparing import differing
 from ckpttool.export.config import Edits
-from ckpttool.export.writing import Ready, check_unchanged, is_replaceable, write
+from ckpttool.export.running import Prepared, run
+from ckpttool.export.writing import Ready, check_unchanged
 from ckpttool.formats.findings import counted, ranges
 from ckpttool.merging import planning
 from ckpttool.merging.opening import Opened, checked_options, find_folders, open_save, stamps_of
@@ -20,8 +21,7 @@ from ckpttool.merging.replicas import compare_copies
 from ckpttool.merging.result import Copies, Merge, Mismatch, Options
 from ckpttool.plan import Plan, header_faults
 from ckpttool.reading import Reader
-from ckpttool.staging import check_outside, check_space, check_target, clear_stale, free_space
-from ckpttool.unpickle import collector_paused
+from ckpttool.staging import check_outside, check_space
 
 __all__ = ["Merge", "Options", "merge"]
 
@@ -38,31 +38,20 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
     path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links
     options = checked_options(options)
     folders, notes = find_folders(path, output, options)
-    check_outside(output, folders)
-    if not options.dry_run:
-        clear_stale(output)
-    check_target(output, force=options.force, replaceable=is_replaceable(output))
-    try:
-        with collector_paused():
-            opened = open_save(folders, notes, options)
-            check_outside(output, opened.around)
-            checked = _check(output, opened, options)
-    except PermissionError as error:
-        raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
-    result = _result(output, opened, checked, options)
-    if options.dry_run:
-        return replace(result, bytes_free=free_space(output), seconds=time.monotonic() - started)
-    overflows = write(
-        output,
-        checked.plan,
-        opened.tensors,
-        opened.source.root,
-        options,
-        ready(checked.plan.nbytes),
-        lambda: check_unchanged(opened.source.root, opened.stamps, stamps_of(opened.folders)),
-    )
-    casts = outputs.casts(checked.plan.targets, opened.tensors, overflows)
-    return replace(result, done=True, casts=casts, seconds=time.monotonic() - started)
+
+    def prepare() -> Prepared[Merge]:
+        opened = open_save(folders, notes, options)
+        check_outside(output, opened.around)
+        checked = _check(output, opened, options)
+        return Prepared(
+            _result(output, opened, checked, options),
+            checked.plan,
+            opened.tensors,
+            opened.source.root,
+            lambda: check_unchanged(opened.source.root, opened.stamps, stamps_of(opened.folders)),
+        )
+
+    return run(output, folders, options, prepare, ready, started)
 
 
 @dataclass(frozen=True, slots=True)
