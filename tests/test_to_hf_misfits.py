@@ -332,3 +332,13 @@ def test_a_model_type_that_is_not_known_is_not_overruled_by_the_class(tmp_path: 
     role = make(tmp_path)
     role.say(model_type="llama_of_ours")
     assert refused(role).code == "unknown-architecture"
+
+
+@pytest.mark.parametrize(("trained", "said"), [("qwen3", "llama"), ("qwen2", "llama"), ("llama", "qwen3")])
+def test_the_map_that_would_fit_is_named(trained: str, said: str, tmp_path: Path) -> None:
+    role = make(tmp_path, trained)
+    role.say(model_type=said)
+    error = refused(role)
+    assert trained in error.hint.partition(".")[0]
+    assert said not in error.hint.partition(".")[0]
+    assert "--hf-config" in error.hint

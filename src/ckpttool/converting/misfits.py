@@ -16,12 +16,22 @@ from ckpttool.errors import Problem, Unmapped
 
 
 def refuse_if_any(
-    opened: Opened, family: Family, problems: list[Problem], data: Mapping[str, Any] | None = None
+    opened: Opened,
+    family: Family,
+    problems: list[Problem],
+    data: Mapping[str, Any] | None = None,
+    *,
+    fitting: tuple[str, ...] = (),
 ) -> None:
-    """Raise :class:`Unmapped` with all problems, if there are any; ``data`` has every name for programs."""
+    """Raise :class:`Unmapped` with all problems, if there are any; ``data`` has every name for programs.
+
+    ``fitting`` are weight maps that would fit.
+    """
     if not problems:
         return
     hint = "" if any(problem.hint for problem in problems) else _WHICH_CONFIG
+    if fitting:
+        hint = f"The keys are those of {' or '.join(fitting)}. {_WHICH_CONFIG}"
     error = Unmapped(
         f"{opened.source.root}: does not fit the weight map {family.name}; nothing was written",
         hint=hint,

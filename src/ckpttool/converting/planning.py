@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ckpttool.architectures import NAMES, find, named
+from ckpttool.architectures import FAMILIES, NAMES, find, named
 from ckpttool.architectures.family import Family
-from ckpttool.architectures.model import Model
+from ckpttool.architectures.model import NVIDIA, Model
+from ckpttool.architectures.rules import Contradiction
 from ckpttool.architectures.slots import Slot, take_apart
 from ckpttool.converting import heads, settings
 from ckpttool.converting.folding import folded
@@ -61,7 +63,10 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     mapped, disagreements = _mapped(opened.config, family, model, slots, run, like)
     mapped.dropped += left_out
     head = heads.decide(mapped, opened.config, family, options.architecture)
-    refuse_if_any(opened, family, [*twice, *disagreements, *misfits(mapped), *head.problems], listed(mapped))
+    doubts = [*twice, *disagreements, *misfits(mapped), *head.problems]
+    if doubts:
+        fitting = _fitting(opened.config, slots, run) if mapped.missing or mapped.unknown else ()
+        refuse_if_any(opened, family, doubts, listed(mapped), fitting=fitting)
     if mapped.undecided:
         raise _undecided(opened, mapped)
     tie = _tie(mapped, opened, head.config, options)
@@ -103,6 +108,22 @@ def _mapped(
         disagreements += run.row_faults(model)
     counted = replace(model, sizes={**model.sizes, **stored})
     return map_weights(family, counted, slots, like, labels=heads.labels_of(config)), disagreements
+
+
+def _fitting(config: ModelConfig, slots: Mapping[str, Slot], run: settings.Settings) -> tuple[str, ...]:
+    """Return the weight maps that would take every slot and lack none: what the checkpoint may be instead."""
+    names = []
+    for family in FAMILIES:
+        with suppress(Unmapped, Contradiction):
+            sizes, fields = family.read(config.values, config.path)
+            model = Model(config.values, sizes, fields, NVIDIA, run.interleaved)
+            disagreements, _ = counts(family, model, slots)
+            mapped = (
+                Mapped() if disagreements else map_weights(family, model, slots, None, labels=heads.labels_of(config))
+            )
+            if mapped.targets and not (mapped.missing or mapped.unknown or mapped.contradictions):
+                names.append(family.name)
+    return tuple(names)
 
 
 def _edits(
