@@ -280,3 +280,12 @@ def test_a_cast_that_a_reference_asks_for_may_not_overflow(tmp_path: Path) -> No
     role.put_all({"decoder.final_layernorm.weight": torch.full((32,), 1e6)})
     like = reference(role, {n: v.half() for n, v in role.state.items()})
     assert "model.norm.weight: 32 values" in str(refused(role, BrokenCheckpoint, like=like))
+
+
+def test_a_reference_of_another_size_is_said_to_be_that_first(tmp_path: Path) -> None:
+    role = make(tmp_path, "qwen3_moe")
+    small = make(tmp_path / "small", "qwen3_moe", config={"num_hidden_layers": 2})
+    done(small)
+    error = refused(role, like=str(small.output))
+    assert error.problems[0].message == "the reference has 2 layers, the checkpoint 3"
+    assert error.problems[0].code == "reference-disagrees"

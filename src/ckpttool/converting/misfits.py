@@ -109,6 +109,7 @@ def refuse_unlike(opened: Opened, family: Family, mapped: Mapped, like: Referenc
     where = f"The reference is {like.path} (--like)."
     hint = "The reference has no multi-token prediction: to leave it out, --no-mtp." if no_mtp else ""
     found = [
+        *_counts(like.tensors, written),
         *_folded("only-in-reference", "in the reference only", sorted(wanted), where),
         *_folded("not-in-reference", "not in the reference", extra, hint or where),
     ]
@@ -117,6 +118,19 @@ def refuse_unlike(opened: Opened, family: Family, mapped: Mapped, like: Referenc
         found.append(Problem(code="shapes-disagree", message=f"{text}: {shown}"))
     data = {"only_in_reference": sorted(wanted), "not_in_reference": extra, "other_shapes": others}
     refuse_if_any(opened, family, found, data)
+
+
+_COUNTED = {"layers": r"model\.layers\.", "experts": r".*\.experts\."}
+
+
+def _counts(theirs: Iterable[str], ours: Iterable[str]) -> Iterator[Problem]:
+    """Yield where a reference is of another size: that is what all the other lines come from."""
+    theirs, ours = list(theirs), list(ours)
+    for what, prefix in _COUNTED.items():
+        there, here = numbered(theirs, prefix), numbered(ours, prefix)
+        if there and here and there != here:
+            message = f"the reference has {len(there)} {what}, the checkpoint {len(here)}"
+            yield Problem(code="reference-disagrees", message=message)
 
 
 def _folded(code: str, what: str, names: Iterable[str], hint: str) -> Iterator[Problem]:
