@@ -109,13 +109,14 @@ def refuse_unlike(opened: Opened, family: Family, mapped: Mapped, like: Referenc
     where = f"The reference is {like.path} (--like)."
     hint = "The reference has no multi-token prediction: to leave it out, --no-mtp." if no_mtp else ""
     found = [
-        *_counts(like.tensors, written),
         *_folded("only-in-reference", "in the reference only", sorted(wanted), where),
         *_folded("not-in-reference", "not in the reference", extra, hint or where),
     ]
     for text, names in others.items():
         shown = ", ".join(name for name, _ in folded(names))
         found.append(Problem(code="shapes-disagree", message=f"{text}: {shown}"))
+    if found:
+        found[:0] = _counts(like.tensors, written)
     data = {"only_in_reference": sorted(wanted), "not_in_reference": extra, "other_shapes": others}
     refuse_if_any(opened, family, found, data)
 
