@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,3 +97,12 @@ def config_of(output: Path) -> dict[str, Any]:
 def leftovers(output: Path) -> list[str]:
     """What lies beside an output under a name that begins with its own."""
     return sorted(path.name for path in output.parent.iterdir() if path.name.startswith(f"{output.name}."))
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Every file of a directory with the hash of its bytes and its times."""
+    return {
+        str(path.relative_to(folder)): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mtime_ns}"
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -36,13 +36,13 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.staging", "ckpttool.plan", "ckpttool.reading", "ckpttool.elements", "ckpttool.formats"),
         *("ckpttool.tensors", "ckpttool.errors"),
     },
+    "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.export": {
         *("ckpttool.sink", "ckpttool.staging", "ckpttool.plan", "ckpttool.reading", "ckpttool.elements"),
-        *("ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.layout", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
         "ckpttool.unpickle",  # to pause the collector
     },
     "ckpttool.architectures": {"ckpttool.plan", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
-    "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.source": {"ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.inspection": {
         *("ckpttool.source", "ckpttool.formats", "ckpttool.layout", "ckpttool.tensors", "ckpttool.errors"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from ckpttool.errors import CannotWrite
 from ckpttool.merging import Options, merge
 from ckpttool.staging import staged
 from tests.killing import merge_killed
-from tests.merged import QWEN2, leftovers, tensors_in, unequal, write_role
+from tests.merged import QWEN2, fingerprint, leftovers, tensors_in, unequal, write_role
 
 WEIGHTS = {"model.embed_tokens.weight": torch.randn(10, 4), "lm_head.weight": torch.randn(10, 4)}
 SEVERAL: dict[str, Any] = {"max_shard_size": 170, "threads": 1}
@@ -34,15 +33,6 @@ def role(tmp_path: Path) -> Path:
     made = write_role(tmp_path / "role", WEIGHTS, config={**QWEN2, "torch_dtype": "float16"})
     (made / "huggingface" / "generation_config.json").write_text("{}")
     return made
-
-
-def fingerprint(folder: Path) -> dict[str, str]:
-    """Every file of a directory with the hash of its bytes and its times."""
-    return {
-        str(path.relative_to(folder)): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mtime_ns}"
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def assert_complete(output: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +11,8 @@ import pytest
 
 from ckpttool.converting import Options, convert
 from tests.killing import convert_killed
-from tests.merged import leftovers, tensors_in, unequal
+from tests.merged import fingerprint, leftovers, tensors_in, unequal
 from tests.synthetic import write_role
-
-
-def fingerprint(folder: Path) -> dict[str, str]:
-    """Every file of a directory with the hash of its bytes and its times."""
-    return {
-        str(path.relative_to(folder)): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mtime_ns}"
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.mark.parametrize("before", [False, True])

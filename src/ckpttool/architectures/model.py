@@ -11,7 +11,6 @@ from ckpttool.errors import Unmapped
 from ckpttool.tensors import Index
 
 NVIDIA, SWIFT = "nvidia", "swift"
-PRODUCERS = (NVIDIA, SWIFT)
 """Who orders the rows of a gated attention how: megatron-core and its bridges, or ms-swift."""
 
 

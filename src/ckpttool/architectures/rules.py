@@ -9,7 +9,7 @@ all of the gate, then all of the up projection, whatever the parallel layout was
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ckpttool.architectures.model import NVIDIA, SWIFT, Model
@@ -132,13 +132,7 @@ class Qkv:
 
     def make(self, place: Place) -> Made:
         """Return its rows of every group: blocks that lie a group apart."""
-        slot, model = place.slot(self.name), place.model
-        groups, width, queries = model.size("groups"), model.size("head_dim"), _queries(model)
-        if slot.shape[:1] != (every := (queries + 2) * groups * width,):
-            raise Contradiction(_both(slot, every, model.said("heads", "groups", "head_dim")))
-        first, block = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[self.which]
-        rows = slot.rows(first * width, groups * block * width, block * width, (queries + 2) * width)
-        return Made((rows,), (groups * block * width, *slot.shape[1:]), (slot.dtype,), slot.origin)
+        return _of_groups(place.slot(self.name), place.model, self.which, _queries(place.model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +148,24 @@ class GatedQkv:
 
     def make(self, place: Place) -> Made:
         """Return its rows of every group; raises :class:`Undecided` for queries of an unknown producer."""
-        slot, model = place.slot(self.name), place.model
-        groups, width, queries = model.size("groups"), model.size("head_dim"), _queries(model)
-        if slot.shape[:1] != (every := (2 * queries + 2) * groups * width,):
-            raise Contradiction(_both(slot, every, model.said("heads", "groups", "head_dim")))
-        first, block = {"q": (0, 2 * queries), "k": (2 * queries, 1), "v": (2 * queries + 1, 1)}[self.which]
-        rows = slot.rows(first * width, groups * block * width, block * width, (2 * queries + 2) * width)
-        made = Made((rows,), (groups * block * width, *slot.shape[1:]), (slot.dtype,), slot.origin)
+        slot, model, queries = place.slot(self.name), place.model, _queries(place.model)
+        made = _of_groups(slot, model, self.which, 2 * queries)
         if self.which != "q" or model.producer == SWIFT:
             return made
         if model.producer != NVIDIA:
             raise Undecided(slot.key)
-        view = (groups, 2, queries, width, *slot.shape[1:])
-        order = (0, 2, 1, *range(3, len(view)))
-        return Made(made.parts, made.shape, made.dtypes, made.origin, Arrangement(view, order, 4))
+        view = (model.size("groups"), 2, queries, model.size("head_dim"), *slot.shape[1:])
+        return replace(made, arrangement=Arrangement(view, (0, 2, 1, *range(3, len(view))), 4))
+
+
+def _of_groups(slot: Slot, model: Model, which: str, queries: int) -> Made:
+    """Return one projection of every group, of which each has so many heads of queries, a key and a value."""
+    groups, width = model.size("groups"), model.size("head_dim")
+    if slot.shape[:1] != (every := (queries + 2) * groups * width,):
+        raise Contradiction(_both(slot, every, model.said("heads", "groups", "head_dim")))
+    first, block = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[which]
+    rows = slot.rows(first * width, groups * block * width, block * width, (queries + 2) * width)
+    return Made((rows,), (groups * block * width, *slot.shape[1:]), (slot.dtype,), slot.origin)
 
 
 def _queries(model: Model) -> int:
@@ -276,7 +274,7 @@ class Experts:
             raise Contradiction(
                 f"all of {made.origin} are {stored}, by config.json ({place.model.said(*self.view)}) {wanted}"
             )
-        return Made(made.parts, arrangement.turned, made.dtypes, made.origin, arrangement)
+        return replace(made, shape=arrangement.turned, arrangement=arrangement)
 
 
 def _all_made(recipes: Iterable[tuple[Recipe, Place]]) -> list[Made]:

@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Context, Exit, Option
 
 from ckpttool.cli.complete import of_words
+from ckpttool.cli.exporting import carry_out
 from ckpttool.cli.options import (
     AllowOverflow,
     Color,
@@ -110,7 +111,6 @@ def to_hf(
     from ckpttool.converting import Options, convert
     from ckpttool.export.precision import DTYPES
     from ckpttool.render.converting import show_conversion
-    from ckpttool.render.terminal import envelope, progress, watching
 
     options = Options(
         step=step,
@@ -130,16 +130,15 @@ def to_hf(
         force=force,
         dry_run=dry_run,
     )
-    shown = not (no_progress or quiet or json)
-    with watching(session.err, shown=shown), progress("written", session.err, shown=shown) as bar:
-        result = convert(check_path(path), check_path(output), options, bar)
-    if json:
-        sys.stdout.write(
-            envelope("to-hf", ok=not result.exit_code, data=result.as_json(), problems=result.notes) + "\n"
-        )
-    else:
-        show_conversion(result, session.out, quiet=quiet, verbose=verbose)
-    raise Exit(result.exit_code)
+    carry_out(
+        session,
+        lambda bar: convert(check_path(path), check_path(output), options, bar),
+        show_conversion,
+        json=json,
+        quiet=quiet,
+        verbose=verbose,
+        no_progress=no_progress,
+    )
 
 
 def _list(session: Session, *, json: bool) -> None:

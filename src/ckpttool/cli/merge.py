@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
-from typer import Argument, Context, Exit, Option
+from typer import Argument, Context, Option
 
 from ckpttool.cli.complete import of_words
+from ckpttool.cli.exporting import carry_out
 from ckpttool.cli.options import (
     AllowOverflow,
     Color,
@@ -95,7 +95,6 @@ def merge_fsdp(
     from ckpttool.merging import Options, merge
     from ckpttool.merging.result import ON_MISMATCH as MISMATCHES
     from ckpttool.render.merging import show_merge
-    from ckpttool.render.terminal import envelope, progress, watching
 
     options = Options(
         inputs=tuple(str(check_path(folder)) for folder in inputs or ()),
@@ -115,13 +114,12 @@ def merge_fsdp(
         force=force,
         dry_run=dry_run,
     )
-    shown = not (no_progress or quiet or json)
-    with watching(session.err, shown=shown), progress("written", session.err, shown=shown) as bar:
-        result = merge(check_path(path), check_path(output), options, bar)
-    if json:
-        sys.stdout.write(
-            envelope("merge-fsdp", ok=not result.exit_code, data=result.as_json(), problems=result.notes) + "\n"
-        )
-    else:
-        show_merge(result, session.out, quiet=quiet, verbose=verbose)
-    raise Exit(result.exit_code)
+    carry_out(
+        session,
+        lambda bar: merge(check_path(path), check_path(output), options, bar),
+        show_merge,
+        json=json,
+        quiet=quiet,
+        verbose=verbose,
+        no_progress=no_progress,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.converting import planning
@@ -14,12 +14,11 @@ from ckpttool.converting.reference import Reference, read_reference
 from ckpttool.converting.result import Conversion, Options
 from ckpttool.errors import BrokenCheckpoint, Problem, UsageError
 from ckpttool.export import outputs
-from ckpttool.export.precision import DTYPES, is_kept
-from ckpttool.export.running import Prepared, run
+from ckpttool.export.precision import is_kept
+from ckpttool.export.running import Prepared, run, with_torch_dtype
 from ckpttool.export.writing import Ready, check_unchanged
 from ckpttool.plan import Plan, Target, header_faults
 from ckpttool.staging import check_outside, space_problems
-from ckpttool.tensors import CASTABLE
 
 __all__ = ["Conversion", "Options", "convert"]
 
@@ -50,7 +49,7 @@ def convert(
             checked.plan,
             opened.tensors,
             archive,
-            lambda: check_unchanged(archive, opened.stamps, stamps_of(opened.source)),
+            lambda: check_unchanged(archive, opened.stamps, stamps_of(archive, opened.tensors.values())),
         )
 
     return run(output, [archive], options, prepare, ready, started)
@@ -58,18 +57,12 @@ def convert(
 
 def _checked(options: Options) -> Options:
     """Return options with torch's name of the dtype; raises :class:`UsageError` for a contradiction in them."""
-    if options.untie and options.drop_lm_head:
-        raise UsageError("--untie and --drop-lm-head ask for opposite things")
     if options.allow_overflow and options.dtype is None and options.like is None:
         raise UsageError("--allow-overflow without --dtype or --like: nothing is cast")
     name = options.architecture
     if name is not None and not (name.isascii() and name.isidentifier()):
         raise UsageError(f"--architecture {name!r}: no name of a class")
-    if options.dtype is None:
-        return options
-    if options.dtype not in DTYPES:
-        raise UsageError(f"dtype {options.dtype}: not one of {', '.join(DTYPES)}")
-    return replace(options, dtype=DTYPES[options.dtype])
+    return with_torch_dtype(options)
 
 
 def _reference(options: Options) -> Reference | None:
@@ -155,11 +148,7 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         dtypes=outputs.dtypes(plan),
         files=outputs.output_files(plan),
         casts=outputs.casts(written, opened.tensors, {}),
-        kept=tuple(
-            target.name
-            for target in written
-            if options.dtype is not None and target.dtype in CASTABLE and target.dtype != options.dtype
-        ),
+        kept=outputs.kept(written, options.dtype),
         dropped=plan.dropped,
         skipped=opened.skipped,
         config_changes=checked.config_changes,

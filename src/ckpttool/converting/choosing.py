@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckpttool import layout
@@ -35,20 +35,18 @@ def find_archive(path: Path, output: Path, options: Options) -> tuple[Path, tupl
     if archive is not None:
         return archive, notes
     roles, all_seen = below(chosen, _is_checkpoint) if megatron.detect(chosen) is None else ([], True)
-    found = [role for role in roles if archive_of(role) is not None]
-    only = archive_of(found[0]) if len(found) == 1 and all_seen else None
-    if only is not None:
-        return only, notes
-    if not found:
+    archives = {role: archive for role in roles if (archive := archive_of(role)) is not None}
+    if len(archives) == 1 and all_seen:
+        return next(iter(archives.values())), notes
+    if not archives:
         raise NotACheckpoint(
             f"{chosen}: no Megatron archive (.metadata and *.distcp) in it or below{_what_is_there(chosen)}",
             hint=_instead(roles[0] if len(roles) == 1 else chosen),
         )
+    lines = list(_commands(chosen, archives, output, options))
     raise NotACheckpoint(
-        f"{chosen}: {len(found)} Megatron checkpoints lie below it",
-        hint="\n".join(
-            ["Choose one, with --step and --role or by its path:", *_commands(chosen, found, output, options)]
-        ),
+        f"{chosen}: {len(archives)} Megatron checkpoints lie below it",
+        hint="\n".join(["Choose one, with --step and --role or by its path:", *lines]),
     )
 
 
@@ -86,22 +84,19 @@ def has_weights(folder: Path) -> bool:
     return folder.is_dir() and bool(hf.weight_files(path.name for path in folder.iterdir()))
 
 
-def _commands(path: Path, found: Sequence[Path], output: Path, options: Options) -> Iterator[str]:
+def _commands(path: Path, archives: Mapping[Path, Path], output: Path, options: Options) -> Iterator[str]:
     """Yield what to type instead: the newest whole step, each one by its path."""
     tail = shlex.join(["-o", str(output)]) + "".join(f" {flag}" for flag in options.flags())
     if runs.steps(path):
-        roles = sorted({folder.name for folder in found if layout.step_of(folder.parent.name) is not None})
+        roles = sorted({folder.name for folder in archives if layout.step_of(folder.parent.name) is not None})
         role = f" --role {roles[0]}" if roles else ""
         yield f"  ckpttool to-hf {shlex.quote(str(path))} --step latest{role} {tail}"
-    newest = sorted(found, key=lambda folder: (layout.numbered(folder) or 0, str(folder)), reverse=True)
+    newest = sorted(archives, key=lambda folder: (layout.numbered(folder) or 0, str(folder)), reverse=True)
     for folder in newest[:SHOWN]:
-        archive = archive_of(folder)
-        whole = archive is not None and all(
-            (archive / name).is_file() for name in (dcp.METADATA_FILE, dcp.BACKEND_FILE)
-        )
-        yield f"  ckpttool to-hf {shlex.quote(str(folder))} {tail}{'' if whole else '   (its save did not finish)'}"
-    if len(found) > SHOWN:
-        yield f"  and {len(found) - SHOWN:,} more"
+        whole = all((archives[folder] / name).is_file() for name in (dcp.METADATA_FILE, dcp.BACKEND_FILE))
+        yield f"  ckpttool to-hf {shlex.quote(str(folder))} {tail}{'' if whole else '  # its save did not finish'}"
+    if len(archives) > SHOWN:
+        yield f"  and {len(archives) - SHOWN:,} more"
 
 
 def model_directory(option: str, given: str) -> Path:

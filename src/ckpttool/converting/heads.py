@@ -9,10 +9,9 @@ from typing import Any
 from ckpttool.architectures.family import HEAD, Family
 from ckpttool.converting.mapping import OUTPUT_LAYER, SCORE, Mapped
 from ckpttool.errors import Problem
-from ckpttool.export.config import ModelConfig
+from ckpttool.export.config import GENERATES, ModelConfig
 
 CLASSIFIES = ("ForTokenClassification", "ForSequenceClassification", "ForRewardModel", "RewardModel", "ForTextEncoding")
-_BASE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,13 @@ def _value_head(mapped: Mapped, config: ModelConfig, family: Family, named: str,
         fields["id2label"] = ({str(n): name for n, name in enumerate(names)}, what)
         fields["label2id"] = ({name: n for n, name in enumerate(names)}, what)
     head = Head(config, fields, {"num_labels": f"id2label names {rows}"} if fields else {})
-    if given and named.endswith(_BASE):
+    if given and named.endswith(GENERATES):
         message = f"{what}, and {named} (--architecture) has none: its head over the vocabulary would be made up"
         return replace(head, problems=(Problem(code="head-disagrees", message=message),))
     if given:
         head = _with_class(head, named, "--architecture")
     elif not named.endswith(CLASSIFIES):
-        base = next((named.removesuffix(end) for end in _BASE if named.endswith(end)), "")
+        base = next((named.removesuffix(end) for end in GENERATES if named.endswith(end)), "")
         if not base or not family.classifies:
             message = f"{what}, and {named or 'a config without architectures'} cannot hold it"
             hint = (

@@ -31,7 +31,6 @@ OUTPUT_LAYER = "output_layer.weight"
 OUTPUT_BIAS = "output_layer.bias"
 SCORE = "score.weight"
 
-_MTP_KEY = re.compile(r"mtp\..*")
 _COMPUTED = re.compile(r"(.*\.)?rotary_pos_emb\.inv_freq|.*\.rotary_emb\.inv_freq")
 
 
@@ -205,6 +204,6 @@ def predictions(slots: Iterable[str]) -> int:
 
 def without_mtp(slots: dict[str, Slot]) -> list[Dropped]:
     """Take the blocks of multi-token prediction out of the slots; return what was left out by that."""
-    keys = [key for key in slots if _MTP_KEY.fullmatch(key)]
+    keys = [key for key in slots if key.startswith("mtp.")]
     sources = dict.fromkeys(slots.pop(key).source for key in keys)
     return [Dropped(source, "no-mtp", "--no-mtp: no multi-token prediction in the output") for source in sources]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.architectures.slots import take_apart
-from ckpttool.converting.choosing import find_side_folder
+from ckpttool.converting.choosing import find_side_folder, has_weights
 from ckpttool.converting.mapping import numbered
 from ckpttool.converting.result import Options, Skipped
 from ckpttool.converting.settings import started_from
@@ -19,7 +19,7 @@ from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped,
 from ckpttool.export.config import ModelConfig, read_side_config
 from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.writing import Stamps, give_back, stamps
-from ckpttool.formats import dcp, hf
+from ckpttool.formats import dcp
 from ckpttool.formats.findings import Findings, counted, listing
 from ckpttool.tensors import TensorInfo
 
@@ -79,14 +79,14 @@ def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) ->
         side_folder=side_folder,
         side=find_side_files(side_folder, config, crowded=side_folder == archive),
         notes=(*notes, *(p for p in problems if p.severity == "note" and p.code != "unknown-file")),
-        stamps=stamps_of(source),
+        stamps=stamps_of(archive, tensors.values()),
     )
 
 
-def stamps_of(source: dcp.DcpSource) -> Stamps:
+def stamps_of(root: Path, tensors: Iterable[TensorInfo]) -> Stamps:
     """Return size and time of the index and of every data file that holds a part of the model."""
-    files = {p.place.file for name, t in source.tensors.items() if source.part_of(name) == "model" for p in t.pieces}
-    return stamps(source.root / name for name in (dcp.METADATA_FILE, *sorted(files)))
+    files = {piece.place.file for tensor in tensors for piece in tensor.pieces}
+    return stamps(root / name for name in (dcp.METADATA_FILE, *sorted(files)))
 
 
 def _overlaps(tensors: Iterable[TensorInfo]) -> Iterator[Problem]:
@@ -139,22 +139,20 @@ def _refuse(source: dcp.DcpSource, problems: list[Problem]) -> None:
 
 def _no_weights(source: dcp.DcpSource) -> NotACheckpoint:
     parts = sorted({source.part_of(name) for name in (*source.tensors, *source.objects)})
-    role = source.root.parent.parent
+    message = f"{source.root}: no weights of a model in it, but {listing(parts)}"
+    return NotACheckpoint(message, hint=_beside(source.root), code="no-weights")
+
+
+def _beside(archive: Path) -> str:
+    """Say where the weights of a role are, one of whose archives has none."""
+    role = archive.parent.parent
     model = role / layout.MODEL
-    if model != source.root and model.is_dir() and dcp.detect(model) is not None:
-        return NotACheckpoint(
-            f"{source.root}: no weights of a model in it, but {listing(parts)}",
-            hint=f"The model is beside it: ckpttool to-hf {shlex.quote(str(role))} -o OUTPUT",
-            code="no-weights",
-        )
-    beside = (source.root.parent / "huggingface", role / "model" / "huggingface")
-    written = [p for p in beside if p.is_dir() and hf.weight_files(x.name for x in p.iterdir())]
-    hint = f"They are in Hugging Face form already: {written[0]}. Nothing needs converting." if written else ""
-    return NotACheckpoint(
-        f"{source.root}: no weights of a model in it, but {listing(parts)}",
-        hint=hint or f"More about it: ckpttool inspect {shlex.quote(str(source.root))}",
-        code="no-weights",
-    )
+    if model != archive and model.is_dir() and dcp.detect(model) is not None:
+        return f"The model is beside it: ckpttool to-hf {shlex.quote(str(role))} -o OUTPUT"
+    for folder in (archive.parent / layout.V1_HUGGINGFACE, role / layout.HUGGINGFACE):
+        if has_weights(folder):
+            return f"They are in Hugging Face form already: {folder}. Nothing needs converting."
+    return f"More about it: ckpttool inspect {shlex.quote(str(archive))}"
 
 
 def _no_config(source: dcp.DcpSource) -> UsageError:

@@ -117,11 +117,10 @@ def _fitting(config: ModelConfig, slots: Mapping[str, Slot], run: settings.Setti
         with suppress(Unmapped, Contradiction):
             sizes, fields = family.read(config.values, config.path)
             model = Model(config.values, sizes, fields, NVIDIA, run.interleaved)
-            disagreements, _ = counts(family, model, slots)
-            mapped = (
-                Mapped() if disagreements else map_weights(family, model, slots, None, labels=heads.labels_of(config))
-            )
-            if mapped.targets and not (mapped.missing or mapped.unknown or mapped.contradictions):
+            if counts(family, model, slots)[0]:
+                continue
+            mapped = map_weights(family, model, slots, None, labels=heads.labels_of(config))
+            if not (mapped.missing or mapped.unknown or mapped.contradictions):
                 names.append(family.name)
     return tuple(names)
 

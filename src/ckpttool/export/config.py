@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem
 from ckpttool.formats.jsonfile import parse_object, read_raw
 
@@ -19,13 +20,13 @@ QUANTIZATION = ("quantization_config", "compression_config")
 """Fields that say how weights are quantised."""
 
 _TEXT = ("text_config", "llm_config", "language_config", "decoder", "thinker_config", "text_cfg")
-_BELOW = ("huggingface", "model/huggingface")
 _LITERAL = "\0"
 _ESCAPED = "\\u0000"
 _QUOTED_LITERAL = re.compile(r'"\\u0000([^"\\]*)\\u0000"')
 """Numbers with a fraction are carried through as they are written, marked by what hardly a config has."""
 
-_GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
+GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
+"""How the names of classes end that write text, and so need a head over the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class ModelConfig:
     @property
     def generates(self) -> bool:
         """Whether the model writes text, and so needs a head over the vocabulary."""
-        return any(name.endswith(_GENERATES) for name in self.architectures)
+        return any(name.endswith(GENERATES) for name in self.architectures)
 
     @property
     def vocab_sizes(self) -> frozenset[int]:
@@ -97,7 +98,7 @@ def read_side_config(folder: Path | None, *, given: bool) -> tuple[ModelConfig |
     if config is not None:
         return config, ()
     if given and folder is not None:
-        inside = [folder / name for name in _BELOW if (folder / name).is_dir()]
+        inside = [folder / name for name in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE) if (folder / name).is_dir()]
         hint = f"Did you mean {inside[0]}?" if inside else ""
         raise NotACheckpoint(f"--hf-config {folder}: no config.json in it", hint=hint)
     message = "no config.json: what is written can be loaded as tensors only, not as a model"

@@ -86,6 +86,11 @@ def casts(targets: Iterable[Target], sources: Mapping[str, TensorInfo], lost: Ma
     )
 
 
+def kept(targets: Iterable[Target], dtype: str | None) -> tuple[str, ...]:
+    """Return the floating tensors that a ``--dtype`` which was asked for has not touched."""
+    return tuple(t.name for t in targets if dtype is not None and t.dtype != dtype and t.dtype in CASTABLE)
+
+
 def output_files(plan: Plan) -> tuple[OutputFile, ...]:
     """Return every file of a plan, those of tensors first."""
     files = [OutputFile(name=f.name, bytes=f.nbytes, tensors=len(f.targets)) for f in plan.weights]

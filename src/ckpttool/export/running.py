@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ckpttool.errors import NotACheckpoint
+from ckpttool.errors import NotACheckpoint, UsageError
 from ckpttool.export import outputs
+from ckpttool.export.precision import DTYPES
 from ckpttool.export.result import Export, ExportOptions
 from ckpttool.export.writing import Ready, give_back, is_replaceable, write
 from ckpttool.plan import Plan
@@ -18,6 +19,20 @@ from ckpttool.tensors import TensorInfo
 from ckpttool.unpickle import collector_paused
 
 Told = TypeVar("Told", bound=Export)
+
+
+Given = TypeVar("Given", bound=ExportOptions)
+
+
+def with_torch_dtype(options: Given) -> Given:
+    """Return options with torch's name of the dtype; raises :class:`UsageError` for what no such command takes."""
+    if options.untie and options.drop_lm_head:
+        raise UsageError("--untie and --drop-lm-head ask for opposite things")
+    if options.dtype is None:
+        return options
+    if options.dtype not in DTYPES:
+        raise UsageError(f"dtype {options.dtype}: not one of {', '.join(DTYPES)}")
+    return replace(options, dtype=DTYPES[options.dtype])
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,10 +94,11 @@ def _keeps_weights(role: Path) -> bool:
     """Tell by names whether a role of verl has its weights in an archive: they are not Hugging Face's already."""
     if (role / MODEL / ".metadata").is_file():
         return True
+    from ckpttool.formats.hf import weight_files
+
     folder = role / V1_HUGGINGFACE
     names = os.listdir(folder) if folder.is_dir() else []
-    in_v1 = (role / V1_ARCHIVE / ".metadata").is_file()
-    return in_v1 and not any(name.endswith((".safetensors", ".bin")) for name in names)
+    return (role / V1_ARCHIVE / ".metadata").is_file() and not weight_files(names)
 
 
 def _output(path: str) -> str:

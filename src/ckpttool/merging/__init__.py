@@ -174,7 +174,7 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         files=outputs.output_files(plan),
         copies=checked.copies,
         casts=outputs.casts(plan.targets, opened.tensors, {}),
-        kept=planning.kept(plan.targets, opened.tensors, options.dtype),
+        kept=outputs.kept(plan.targets, options.dtype),
         dropped=plan.dropped,
         renamed=opened.unwrapped,
         config_changes=checked.config_changes,

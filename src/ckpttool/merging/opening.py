@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, Problem, Severity, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig, read_side_config
-from ckpttool.export.precision import DTYPES
+from ckpttool.export.running import with_torch_dtype
 from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.ties import Tie
 from ckpttool.export.writing import Stamps, give_back, stamps
@@ -86,16 +86,10 @@ def checked_options(options: Options) -> Options:
 
     Raises :class:`UsageError` for those that contradict each other, or would be passed over without a word.
     """
-    if options.untie and options.drop_lm_head:
-        raise UsageError("--untie and --drop-lm-head ask for opposite things")
     for name, given in (("--cast-buffers", options.cast_buffers), ("--allow-overflow", options.allow_overflow)):
         if given and options.dtype is None:
             raise UsageError(f"{name} without --dtype: nothing is cast")
-    if options.dtype is None:
-        return options
-    if options.dtype not in DTYPES:
-        raise UsageError(f"dtype {options.dtype}: not one of {', '.join(DTYPES)}")
-    return replace(options, dtype=DTYPES[options.dtype])
+    return with_torch_dtype(options)
 
 
 def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:

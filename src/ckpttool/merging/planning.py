@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ckpttool.errors import Problem
@@ -11,7 +11,7 @@ from ckpttool.export.precision import is_buffer, written_dtype
 from ckpttool.export.ties import Tie
 from ckpttool.merging.result import Options
 from ckpttool.plan import Target, faults, whole
-from ckpttool.tensors import CASTABLE, TensorInfo, dtype_bytes
+from ckpttool.tensors import TensorInfo, dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,3 @@ def renamed(tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Mapp
 def buffers(tensors: Mapping[str, TensorInfo]) -> IsBuffer:
     """Return what tells whether a target is a buffer."""
     return lambda target: is_buffer(tensors[target.name])
-
-
-def kept(targets: Iterable[Target], tensors: Mapping[str, TensorInfo], dtype: str | None) -> tuple[str, ...]:
-    """Return the floating tensors that ``--dtype`` does not touch, because they are buffers."""
-    return tuple(
-        target.name
-        for target in targets
-        if dtype is not None and target.dtype != dtype and target.dtype in CASTABLE and is_buffer(tensors[target.name])
-    )
