@@ -175,3 +175,15 @@ def test_a_signal_leaves_nothing_even_when_the_disk_hangs(number: signal.Signals
         assert child.wait(30) == 128 + number
         assert time.monotonic() - begun < 20
     assert sorted(os.listdir(tmp_path)) == ["role"]
+
+
+def test_every_line_that_is_suggested_can_be_pasted(tmp_path: Path) -> None:
+    """Also that of a save that did not finish: what is said of it is a comment."""
+    for step in (1, 2):
+        write_role(tmp_path / "run" / f"global_step_{step}" / "actor", "llama")
+    (tmp_path / "run" / "global_step_2" / "actor" / "dist_ckpt" / "metadata.json").unlink()
+    with pytest.raises(NotACheckpoint) as caught:
+        convert(tmp_path / "run", tmp_path / "out", Options())
+    lines = [line for line in caught.value.hint.splitlines() if "ckpttool to-hf" in line]
+    assert [line.partition("#")[2] for line in lines] == ["", " its save did not finish", ""]
+    assert all(subprocess.run(["sh", "-n", "-c", line], check=False).returncode == 0 for line in lines)
