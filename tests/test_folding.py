@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.converting.folding import folded
+from ckpttool.formats.folding import folded
 
 bounded = settings(max_examples=200, deadline=None, derandomize=True)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from types import EllipsisType
+from types import EllipsisType, MappingProxyType
 
 from ckpttool.errors import Problem
 from ckpttool.formats.findings import Findings, listing
 from ckpttool.formats.safetensorsfile import HEADER_MOST, METADATA, SAFETENSORS_NAMES, Entry, header_bytes
+from ckpttool.lowrank import Fusion
 from ckpttool.tensors import CASTABLE, Box, Index, TensorInfo, dtype_bytes, tiling_faults
 
 PAGE = 4096
@@ -187,12 +188,16 @@ class SideFile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole output directory: files of tensors, files to copy, small files with their content; what is left out."""
+    """A whole output directory: files of tensors, files to copy, small files with their content; what is left out.
+
+    ``fusions`` are the sources that are not written as they are stored, by name.
+    """
 
     weights: tuple[WeightFile, ...]
     copies: tuple[SideFile, ...]
     contents: Mapping[str, bytes]
     dropped: tuple[Dropped, ...]
+    fusions: Mapping[str, Fusion] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -221,7 +226,7 @@ def weight_files(targets: Sequence[Target], most: int) -> tuple[WeightFile, ...]
     groups = list(_groups(targets, most)) or [[]]
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     return tuple(
-        _weight_file(name, group)
+        weight_file(name, group)
         for name, group in zip(names if len(groups) > 1 else ["model.safetensors"], groups, strict=True)
     )
 
@@ -243,7 +248,8 @@ def _groups(targets: Iterable[Target], most: int) -> Iterator[list[Target]]:
         yield group
 
 
-def _weight_file(name: str, targets: Iterable[Target]) -> WeightFile:
+def weight_file(name: str, targets: Iterable[Target]) -> WeightFile:
+    """Lay targets out in one file: those of whole pages first, then by the size of their elements."""
     ordered = sorted(targets, key=lambda t: (t.nbytes % PAGE != 0, -dtype_bytes(t.dtype, 1)))
     return WeightFile(name, tuple(ordered), header_bytes([Entry(t.name, t.dtype, t.shape) for t in ordered], PAGE))
 
@@ -261,17 +267,29 @@ def header_faults(files: Iterable[WeightFile]) -> list[Problem]:
     ]
 
 
-def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mapping[str, TensorInfo]) -> list[Problem]:
-    """Return everything that is wrong with a plan: the sum of its parts is each source once, and each target once."""
+def faults(
+    targets: Sequence[Target],
+    dropped: Iterable[Dropped],
+    sources: Mapping[str, TensorInfo],
+    fusions: Mapping[str, Fusion] = MappingProxyType({}),
+    beside: Sequence[Sequence[Target]] = (),
+) -> list[Problem]:
+    """Return everything that is wrong with a plan: the sum of its parts is each source once, and each target once.
+
+    What is fused into a source is used by that; groups of targets ``beside`` the others have names of their own.
+    """
     found = Findings()
-    for name, times in Counter(target.name for target in targets).items():
-        if times > 1:
-            found.group("target-twice", f"{times} tensors would be written under one name", name)
+    for group in (targets, *beside):
+        for name, times in Counter(target.name for target in group).items():
+            if times > 1:
+                found.group("target-twice", f"{times} tensors would be written under one name", name)
+    targets = [*targets, *(target for group in beside for target in group)]
     for target in targets:
         _check_target(target, sources, found)
     if any(code == "rows-negative" for code, _ in found.grouped):  # they have no boxes
         return list(found.all())
     used = _used(targets)
+    _check_fusions(fusions, used, sources, found)
     left_out = _left_out(dropped, used)
     for name, tensor in sources.items():
         if name in left_out and name in used:
@@ -281,6 +299,22 @@ def faults(targets: Sequence[Target], dropped: Iterable[Dropped], sources: Mappi
         for fault in tiling_faults(tensor.shape, used[name]) if name in used else ():
             found.group("not-once", f"not written exactly once: {fault}", name)
     return list(found.all())
+
+
+def _check_fusions(
+    fusions: Mapping[str, Fusion], used: dict[str, list[Box]], sources: Mapping[str, TensorInfo], found: Findings
+) -> None:
+    """Count what is fused into sources that are written as used, all of it."""
+    added: dict[str, None] = {}
+    for fusion in fusions.values():
+        if fusion.source not in used:
+            found.group("fused-into-nothing", "something is fused into it, and it is not written", fusion.source)
+        for name in (fusion.source, *fusion.factors):
+            if name not in sources or sources[name].dtype not in CASTABLE:
+                found.group("bad-cast", "cannot be fused: no plain floating tensor", name)
+        added.update(dict.fromkeys(fusion.factors))
+    for name in added.keys() & sources.keys():
+        used.setdefault(name, []).append(((0,) * len(sources[name].shape), sources[name].shape))
 
 
 def _left_out(dropped: Iterable[Dropped], used: dict[str, list[Box]]) -> set[str]:

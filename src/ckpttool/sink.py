@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExec
 from concurrent.futures import TimeoutError as Unfinished
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ import numpy as np
 from ckpttool.elements import Array, cast, dtype_of, turn
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.safetensorsfile import SAFETENSORS_NAMES
+from ckpttool.fusing import Fuser
+from ckpttool.lowrank import Fusion
 from ckpttool.plan import PAGE, Arrangement, Plan, Target, WeightFile
 from ckpttool.reading import BAND, Reader, Run
 from ckpttool.staging import copy_file, write_file
@@ -54,7 +57,9 @@ def execute(
     Returns by target how many finite elements a cast made infinite. Raises ``OSError`` when the system refuses to
     write, :class:`BrokenCheckpoint` when a source cannot be read any more.
     """
-    overflows = write_weights(plan.weights, sources, root, folder, threads=threads, progress=progress)
+    overflows = write_weights(
+        plan.weights, sources, root, folder, fusions=plan.fusions, threads=threads, progress=progress
+    )
     for file in plan.copies:
         (folder / file.name).parent.mkdir(exist_ok=True)
         copy_file(Path(file.path), folder / file.name)
@@ -76,11 +81,12 @@ def write_weights(
     root: Path,
     folder: Path,
     *,
+    fusions: Mapping[str, Fusion] = MappingProxyType({}),
     threads: int = 1,
     progress: Progress = lambda _bytes: None,
 ) -> Mapping[str, int]:
     """Write weight files into a folder, each by one thread, synced; see :func:`execute`."""
-    job = _Job(sources, root, folder, progress)
+    job = _Job(sources, fusions, root, folder, progress)
     if threads == 1 or len(files) == 1:
         for file in files:
             job.write(file)
@@ -105,8 +111,15 @@ def _in_threads(job: _Job, files: Sequence[WeightFile], threads: int) -> None:
 class _Job:
     """What the threads share."""
 
-    def __init__(self, sources: Mapping[str, TensorInfo], root: Path, folder: Path, progress: Progress) -> None:
-        self.sources, self.root, self.folder = sources, root, folder
+    def __init__(
+        self,
+        sources: Mapping[str, TensorInfo],
+        fusions: Mapping[str, Fusion],
+        root: Path,
+        folder: Path,
+        progress: Progress,
+    ) -> None:
+        self.sources, self.fusions, self.root, self.folder = sources, fusions, root, folder
         self.stop = threading.Event()
         self.overflows: Counter[str] = Counter()
         self._progress, self._lock = progress, threading.Lock()
@@ -121,13 +134,14 @@ class _Job:
 
     def write(self, file: WeightFile) -> None:
         """Write one file from its header to its last byte."""
+        (self.folder / file.name).parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         writer = ThreadPoolExecutor(1)
         try:
             with Reader(self.root) as reader:
                 output = _Output(handle, self._buffers(), writer, self._advance)
                 output.append(np.frombuffer(file.header, np.uint8))
-                mover = _Mover(self.sources, reader, output)
+                mover = _Mover(self.sources, Fuser(reader, self.sources, self.fusions), reader, output)
                 for target in file.targets:
                     if lost := mover.move(target):
                         self.overflows[target.name] += lost
@@ -246,10 +260,10 @@ def _hurry(handle: int, at: int, count: int) -> int:
 
 
 class _Mover:
-    """Reads targets band by band into an output, casting where the plan says so."""
+    """Reads targets band by band into an output, fusing and casting where the plan says so."""
 
-    def __init__(self, sources: Mapping[str, TensorInfo], reader: Reader, output: _Output) -> None:
-        self._sources, self._reader, self._output = sources, reader, output
+    def __init__(self, sources: Mapping[str, TensorInfo], fuser: Fuser, reader: Reader, output: _Output) -> None:
+        self._sources, self._fuser, self._reader, self._output = sources, fuser, reader, output
         self._uncast: Array = np.empty(0, np.uint8)
         self._held: Array = np.empty(0, np.uint8)
 
@@ -258,7 +272,8 @@ class _Mover:
         if target.arrangement is not None and target.arrangement.moves:
             return self._turn(target, target.arrangement)
         tensor = self._sources[target.parts[0].source]
-        if not target.is_copy_of(tensor) or not is_cut_in_rows(tensor) or not _is_whole(tensor):
+        copied = target.is_copy_of(tensor) and self._fuser.of(tensor.name) is None
+        if not copied or not is_cut_in_rows(tensor) or not _is_whole(tensor):
             shape = target.concatenated
             return self._fill(target, (0,) * len(shape), shape)
         for piece in sorted(tensor.pieces, key=lambda piece: piece.offset):
@@ -285,6 +300,8 @@ class _Mover:
     def _most(self, target: Target) -> int:
         """Return how many elements of a target are moved at once."""
         dtypes = {target.dtype, *(self._sources[part.source].dtype for part in target.parts)}
+        if any(self._fuser.of(part.source) for part in target.parts):
+            dtypes.add("float32")
         return BAND // max(dtype_of(dtype).itemsize for dtype in dtypes)
 
     def _gather(self, target: Target, box: Box, out: Array) -> int:
@@ -316,7 +333,8 @@ class _Mover:
             turn(turned[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))], room)
 
     def _read(self, tensor: TensorInfo, box: Box, target: Target, out: Array) -> int:
-        if tensor.dtype == target.dtype and not target.shift:
+        fusion = self._fuser.of(tensor.name)
+        if tensor.dtype == target.dtype and not target.shift and fusion is None:
             self._reader.read(tensor, box, out.reshape(box[1]))
             return 0
         stored, count = dtype_of(tensor.dtype), math.prod(box[1])
@@ -324,10 +342,14 @@ class _Mover:
             self._uncast = np.empty(BAND, np.uint8)
         uncast = self._uncast[: count * stored.itemsize].view(stored)
         self._reader.read(tensor, box, uncast.reshape(box[1]))
-        if target.shift:  # in a dtype in which it is exact enough to be rounded once, by the cast
-            wide = "float64" if "float64" in (tensor.dtype, target.dtype) else "float32"
-            return cast(uncast.reshape(out.shape).astype(wide) + target.shift, out, wide, target.dtype)
-        return cast(uncast.reshape(out.shape), out, tensor.dtype, target.dtype)
+        if not target.shift and fusion is None:
+            return cast(uncast.reshape(out.shape), out, tensor.dtype, target.dtype)
+        # in a dtype in which it is exact enough to be rounded once, by the cast
+        wide = "float64" if "float64" in (tensor.dtype, target.dtype) else "float32"
+        values = uncast.astype(wide)
+        if fusion is not None:
+            self._fuser.fuse(fusion, box, values.reshape(box[1]))
+        return cast(values.reshape(out.shape) + target.shift, out, wide, target.dtype)
 
 
 def _is_whole(tensor: TensorInfo) -> bool:

@@ -14,11 +14,9 @@ from itertools import product
 
 from ckpttool.errors import Problem
 from ckpttool.formats.findings import Findings
+from ckpttool.formats.folding import NUMBER
 from ckpttool.plan import Rows
 from ckpttool.tensors import Box, Index, TensorInfo
-
-NUMBER = r"(?:0|[1-9][0-9]{0,8})"
-"""A layer or expert in a key; what has leading zeros or does not end is no number of one."""
 
 NUMBERS = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
 

@@ -11,6 +11,8 @@ from typer import Argument, Context, Exit, Option
 from ckpttool.cli.complete import of_words
 from ckpttool.cli.exporting import carry_out
 from ckpttool.cli.options import (
+    AllowExtra,
+    AllowMissing,
     AllowOverflow,
     Color,
     DryRun,
@@ -18,6 +20,7 @@ from ckpttool.cli.options import (
     Force,
     HfConfig,
     Json,
+    Like,
     MaxShardSize,
     NoProgress,
     Quiet,
@@ -46,10 +49,9 @@ def to_hf(
         str | None, Option("--output", "-o", metavar="DIR", help="The directory to write (needed); it must not exist.")
     ] = None,
     hf_config: HfConfig = None,
-    like: Annotated[
-        str | None,
-        Option("--like", metavar="DIR", help="Write names, packed experts and dtypes as this reference has them."),
-    ] = None,
+    like: Like = None,
+    allow_missing: AllowMissing = None,
+    allow_extra: AllowExtra = None,
     arch: Annotated[
         str | None, Option("--arch", metavar="NAME", help="Which weight map, whatever config.json says.")
     ] = None,
@@ -121,6 +123,8 @@ def to_hf(
         drop_lm_head=drop_lm_head,
         hf_config=None if hf_config is None else str(check_path(hf_config)),
         like=None if like is None else str(check_path(like)),
+        allow_missing=tuple(allow_missing or ()),
+        allow_extra=tuple(allow_extra or ()),
         arch=arch,
         architecture=architecture,
         producer=one_of("--producer", producer, PRODUCERS),

@@ -9,6 +9,8 @@ from typer import Argument, Context, Option
 from ckpttool.cli.complete import of_words
 from ckpttool.cli.exporting import carry_out
 from ckpttool.cli.options import (
+    AllowExtra,
+    AllowMissing,
     AllowOverflow,
     Color,
     DryRun,
@@ -16,6 +18,7 @@ from ckpttool.cli.options import (
     Force,
     HfConfig,
     Json,
+    Like,
     MaxShardSize,
     NoProgress,
     Output,
@@ -27,11 +30,13 @@ from ckpttool.cli.options import (
     check_color,
     check_path,
     count_of,
+    number_of,
     one_of,
     size_of,
 )
 
 ON_MISMATCH = ("error", "rank0")
+LORA = ("fuse", "adapter", "both")
 
 
 def merge_fsdp(
@@ -42,6 +47,32 @@ def merge_fsdp(
         list[str] | None,
         Option("--input", metavar="DIR", help="A further directory of the same save (another node's); repeatable."),
     ] = None,
+    lora: Annotated[
+        str | None,
+        Option(
+            "--lora",
+            metavar="|".join(LORA),
+            help="Of a PEFT model: a whole model with the adapter in its weights, the adapter alone, or both.",
+            autocompletion=of_words(LORA),
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, Option("--adapter", metavar="NAME", help="Which of several adapters; repeatable.")
+    ] = None,
+    lora_alpha: Annotated[
+        str | None, Option("--lora-alpha", metavar="NUMBER", help="The alpha of the adapter, where no file says it.")
+    ] = None,
+    adapter_config: Annotated[
+        str | None,
+        Option("--adapter-config", metavar="FILE", help="The adapter_config.json of the training, if it lies apart."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        Option("--base", metavar="DIR", help="The model that adapters were saved without, to fuse them into."),
+    ] = None,
+    like: Like = None,
+    allow_missing: AllowMissing = None,
+    allow_extra: AllowExtra = None,
     dtype: Dtype = None,
     cast_buffers: Annotated[bool, Option("--cast-buffers", help="With --dtype: cast buffers, too.")] = False,
     allow_overflow: AllowOverflow = False,
@@ -83,16 +114,18 @@ def merge_fsdp(
     """Merge FSDP shards into a Hugging Face directory that from_pretrained loads.
 
     Runs on a CPU with neither torch nor a process group, in memory that does not grow with the model. Every rank must
-    be there, every replicated tensor must be the same on all of them; names and dtypes stay those of training. The
-    output is complete or absent. Exit codes: 0 done, 2 wrong usage or a save to be chosen, 3 no FSDP shards or
-    several directories of them, 4 broken or refused (all reasons are listed), 5 LoRA adapters, 6 cannot write there,
-    7 a file would run code.
+    be there, every replicated tensor must be the same on all of them; names and dtypes stay those of training, or
+    follow a base model (--like). Adapters are fused or written as you say (--lora). The output is complete or absent.
+    Exit codes: 0 done, 2 wrong usage or a choice that is yours, 3 no FSDP shards or several directories of them, 4
+    broken or refused (all reasons are listed), 5 not as the reference is, or adapters that are no LoRA, 6 cannot write
+    there, 7 a file would run code.
     """
     session = ctx.obj
     session.begin("merge-fsdp", json=json, color=check_color(color))
     session.when_stopped = f"stopped; {output} is as it was" if force else f"stopped; nothing was written to {output}"
     from ckpttool.export.precision import DTYPES as NAMES
     from ckpttool.merging import Options, merge
+    from ckpttool.merging.result import LORA as WAYS
     from ckpttool.merging.result import ON_MISMATCH as MISMATCHES
     from ckpttool.render.merging import show_merge
 
@@ -101,6 +134,14 @@ def merge_fsdp(
         step=step,
         role=role,
         world_size=None if world_size is None else count_of("--world-size", world_size),
+        lora=None if lora is None else one_of("--lora", lora, WAYS),
+        adapters=tuple(adapter or ()),
+        lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
+        adapter_config=None if adapter_config is None else str(check_path(adapter_config)),
+        base=None if base is None else str(check_path(base)),
+        like=None if like is None else str(check_path(like)),
+        allow_missing=tuple(allow_missing or ()),
+        allow_extra=tuple(allow_extra or ()),
         dtype=None if dtype is None else one_of("--dtype", dtype, tuple(NAMES)),
         cast_buffers=cast_buffers,
         allow_overflow=allow_overflow,

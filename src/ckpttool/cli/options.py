@@ -65,6 +65,19 @@ HfConfig = Annotated[
     str | None, Option("--hf-config", metavar="DIR", help="Where config, tokenizer and code are taken from.")
 ]
 
+Like = Annotated[
+    str | None,
+    Option("--like", metavar="DIR", help="Write names, form of experts, ties and dtypes as this base model has them."),
+]
+AllowMissing = Annotated[
+    list[str] | None,
+    Option("--allow-missing", metavar="NAME", help="With --like: names (or NAM*) that may be missing."),
+]
+AllowExtra = Annotated[
+    list[str] | None,
+    Option("--allow-extra", metavar="NAME", help="With --like: names (or NAM*) that it need not have."),
+]
+
 LEAST_BARE = 1_000_000
 """Numbers without a unit below this are taken for gigabytes that lack their unit."""
 
@@ -135,6 +148,17 @@ def count_of(option: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 20:
         raise UsageError(f"{option} {text}: no whole number above 0")
     return int(text)
+
+
+def number_of(option: str, text: str) -> float:
+    """Return a finite number above 0; raises :class:`UsageError` otherwise."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UsageError(f"{option} {text}: no number above 0")
+    return number
 
 
 def check_path(path: str) -> Path:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.converting import planning
-from ckpttool.converting.choosing import find_archive, model_directory
+from ckpttool.converting.choosing import find_archive
 from ckpttool.converting.opening import Opened, open_archive, stamps_of
-from ckpttool.converting.reference import Reference, read_reference
 from ckpttool.converting.result import Conversion, Options
 from ckpttool.errors import BrokenCheckpoint, Problem, UsageError
 from ckpttool.export import outputs
 from ckpttool.export.precision import is_kept
-from ckpttool.export.running import Prepared, run, with_torch_dtype
+from ckpttool.export.running import Prepared, check_names, run, with_torch_dtype
 from ckpttool.export.writing import Ready, check_unchanged
+from ckpttool.inspection.search import model_directory
+from ckpttool.naming.reference import Reference, as_mapped, read_reference
 from ckpttool.plan import Plan, Target, header_faults
 from ckpttool.staging import check_outside, space_problems
 
@@ -62,11 +63,12 @@ def _checked(options: Options) -> Options:
     name = options.architecture
     if name is not None and not (name.isascii() and name.isidentifier()):
         raise UsageError(f"--architecture {name!r}: no name of a class")
+    check_names(options)
     return with_torch_dtype(options)
 
 
 def _reference(options: Options) -> Reference | None:
-    return None if options.like is None else read_reference(model_directory("--like", options.like))
+    return None if options.like is None else as_mapped(read_reference(model_directory("--like", options.like)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from ckpttool.export.config import CONFIG
 from ckpttool.formats import dcp, fsdp, hf
 from ckpttool.inspection import megatron, runs
 from ckpttool.inspection.choice import choose
-from ckpttool.inspection.search import below, require_directory, what_it_is
+from ckpttool.inspection.search import below, model_directory, require_directory, what_it_is
 
 SHOWN = 12
 """Directories that are listed at most."""
@@ -97,24 +96,6 @@ def _commands(path: Path, archives: Mapping[Path, Path], output: Path, options: 
         yield f"  ckpttool to-hf {shlex.quote(str(folder))} {tail}{'' if whole else '  # its save did not finish'}"
     if len(archives) > SHOWN:
         yield f"  and {len(archives) - SHOWN:,} more"
-
-
-def model_directory(option: str, given: str) -> Path:
-    """Return the directory of a model that an option names, also by a file in it.
-
-    Raises :class:`NotACheckpoint` for what is not there, with what to do where it is a name on the hub.
-    """
-    path = Path(given)
-    if path.is_file():
-        return path.parent
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not path.parent.exists():
-        local = f"hf download {given} --exclude '*.safetensors' '*.bin' --local-dir {path.name}"
-        raise NotACheckpoint(
-            f"{option} {given}: no such directory, and nothing is downloaded",
-            hint=f"If it is a model of the hub, its small files suffice: {local}",
-        )
-    require_directory(path)
-    return path
 
 
 def find_side_folder(archive: Path, options: Options) -> Path | None:

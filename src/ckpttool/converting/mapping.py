@@ -20,10 +20,11 @@ from ckpttool.architectures.rules import (
     Undecided,
     Weight,
 )
-from ckpttool.architectures.slots import NUMBER, Slot
-from ckpttool.converting.reference import Reference
+from ckpttool.architectures.slots import Slot
 from ckpttool.errors import Problem
 from ckpttool.formats.findings import ranges
+from ckpttool.formats.folding import numbered
+from ckpttool.naming.reference import Reference
 from ckpttool.plan import Dropped, Target
 from ckpttool.tensors import CASTABLE
 
@@ -189,12 +190,6 @@ def _disagree(model: Model, size: str, found: set[int]) -> Problem:
     said = model.said(size) if size in model.sizes else f"nothing of {several}"
     hint = "To leave them out of weights and config: --no-mtp." if size == "mtp" else ""
     return Problem(code=f"{size}-disagree", message=f"the checkpoint has {held}, config.json says {said}", hint=hint)
-
-
-def numbered(keys: Iterable[str], prefix: str) -> set[int]:
-    """Return the numbers that follow a prefix in keys."""
-    match = re.compile(rf"{prefix}({NUMBER})\.").match
-    return {int(found[1]) for found in map(match, keys) if found}
 
 
 def predictions(slots: Iterable[str]) -> int:

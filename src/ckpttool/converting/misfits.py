@@ -8,11 +8,12 @@ from typing import Any
 from ckpttool.architectures.family import HEAD, Family
 from ckpttool.architectures.model import Model
 from ckpttool.architectures.slots import NUMBERS, Slot
-from ckpttool.converting.folding import folded
-from ckpttool.converting.mapping import Mapped, numbered
+from ckpttool.converting.mapping import Mapped
 from ckpttool.converting.opening import Opened
-from ckpttool.converting.reference import Reference
 from ckpttool.errors import Problem, Unmapped
+from ckpttool.formats.folding import folded, numbered
+from ckpttool.naming.matching import Allowed, Match, match
+from ckpttool.naming.reference import Reference
 
 
 def refuse_if_any(
@@ -90,53 +91,22 @@ def _hint(name: str) -> str:
     return ""
 
 
-def refuse_unlike(opened: Opened, family: Family, mapped: Mapped, like: Reference, model: Model, *, mtp: bool) -> None:
+def refuse_unlike(
+    opened: Opened, family: Family, mapped: Mapped, like: Reference, model: Model, *, mtp: bool, allowed: Allowed
+) -> Match:
     """Raise with the names that only the reference has, and those that it does not have, and other shapes.
 
     A head that is missing here is an alias by now.
     """
-    written = {target.name: target for target in mapped.targets}
-    wanted = like.wanted - written.keys() - {HEAD.name}
+    wanted = like.wanted - {HEAD.name}
     if not mtp:
         wanted = frozenset(name for name in wanted if not _is_of_mtp(name, model))
-    extra = [name for name in written if not like.has(name)]
-    others: dict[str, list[str]] = {}
-    for name, target in written.items():
-        shape = like.shape(name)
-        if shape is not None and shape != target.shape:
-            others.setdefault(f"{list(target.shape)} here, {list(shape)} in the reference", []).append(name)
-    no_mtp = bool(extra) and not wanted and all(_is_of_mtp(name, model) for name in extra)
-    where = f"The reference is {like.path} (--like)."
+    extra = [target.name for target in mapped.targets if not like.has(target.name)]
+    no_mtp = bool(extra) and all(_is_of_mtp(name, model) for name in extra)
     hint = "The reference has no multi-token prediction: to leave it out, --no-mtp." if no_mtp else ""
-    found = [
-        *_folded("only-in-reference", "in the reference only", sorted(wanted), where),
-        *_folded("not-in-reference", "not in the reference", extra, hint or where),
-    ]
-    for text, names in others.items():
-        shown = ", ".join(name for name, _ in folded(names))
-        found.append(Problem(code="shapes-disagree", message=f"{text}: {shown}"))
-    if found:
-        found[:0] = _counts(like.tensors, written)
-    data = {"only_in_reference": sorted(wanted), "not_in_reference": extra, "other_shapes": others}
-    refuse_if_any(opened, family, found, data)
-
-
-_COUNTED = {"layers": r"model\.layers\.", "experts": r".*\.experts\."}
-
-
-def _counts(theirs: Iterable[str], ours: Iterable[str]) -> Iterator[Problem]:
-    """Yield where a reference is of another size: that is what all the other lines come from."""
-    theirs, ours = list(theirs), list(ours)
-    for what, prefix in _COUNTED.items():
-        there, here = numbered(theirs, prefix), numbered(ours, prefix)
-        if there and here and there != here:
-            message = f"the reference has {len(there)} {what}, the checkpoint {len(here)}"
-            yield Problem(code="reference-disagrees", message=message)
-
-
-def _folded(code: str, what: str, names: Iterable[str], hint: str) -> Iterator[Problem]:
-    for text, count in folded(names):
-        yield Problem(code=code, message=f"{what}{_times(count)}: {text}", hint=hint)
+    found = match(mapped.targets, like, wanted, allowed, hint)
+    refuse_if_any(opened, family, list(found.problems), found.data)
+    return found
 
 
 def _is_of_mtp(name: str, model: Model) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.architectures.slots import take_apart
 from ckpttool.converting.choosing import find_side_folder, has_weights
-from ckpttool.converting.mapping import numbered
 from ckpttool.converting.result import Options, Skipped
 from ckpttool.converting.settings import started_from
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped, UsageError
@@ -21,6 +20,7 @@ from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.writing import Stamps, give_back, stamps
 from ckpttool.formats import dcp
 from ckpttool.formats.findings import Findings, counted, listing
+from ckpttool.formats.folding import numbered
 from ckpttool.tensors import TensorInfo
 
 _REASONS = {

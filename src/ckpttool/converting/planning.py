@@ -12,11 +12,9 @@ from ckpttool.architectures.model import NVIDIA, Model
 from ckpttool.architectures.rules import Contradiction
 from ckpttool.architectures.slots import Slot, take_apart
 from ckpttool.converting import heads, settings
-from ckpttool.converting.folding import folded
 from ckpttool.converting.mapping import Mapped, counts, map_weights, predictions, without_mtp
 from ckpttool.converting.misfits import VISION, listed, misfits, of_vision, refuse_if_any, refuse_unlike
 from ckpttool.converting.opening import Opened
-from ckpttool.converting.reference import Reference
 from ckpttool.converting.result import AUTO, Options
 from ckpttool.errors import Problem, Unmapped, UsageError
 from ckpttool.export import ties
@@ -24,6 +22,9 @@ from ckpttool.export.comparing import differing
 from ckpttool.export.config import QUANTIZATION, Edits, ModelConfig
 from ckpttool.export.outputs import main_dtype
 from ckpttool.export.precision import is_kept
+from ckpttool.formats.folding import folded
+from ckpttool.naming.matching import Allowed
+from ckpttool.naming.reference import Reference
 from ckpttool.plan import Dropped, Target, faults
 from ckpttool.reading import Reader
 from ckpttool.tensors import CASTABLE, DTYPE_BITS, TensorInfo
@@ -73,7 +74,8 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     refuse_if_any(opened, family, [problem for problem in tie.problems if problem.code in _MISSING])
     _drop_head(mapped, tie)
     if like is not None and not tie.problems:
-        refuse_unlike(opened, family, mapped, like, model, mtp=options.mtp)
+        allowed = Allowed(options.allow_missing, options.allow_extra)
+        refuse_unlike(opened, family, mapped, like, model, mtp=options.mtp, allowed=allowed)
     targets = _named(_with_dtypes(mapped.targets, like, options), like)
     notes += [Problem(code="tied", message=note, severity="note") for note in tie.notes]
     return Draft(

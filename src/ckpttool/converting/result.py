@@ -23,7 +23,6 @@ class Options(ExportOptions):
         *("hf_config", "like", "arch", "architecture", "producer", "dtype", "max_shard_size", "threads"),
     )
 
-    like: str | None = None
     arch: str | None = None
     architecture: str | None = None
     producer: str = AUTO

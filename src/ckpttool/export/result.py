@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ckpttool.errors import CannotWrite, Problem
 from ckpttool.export.precision import SHORT
+from ckpttool.naming.reporting import Names
 from ckpttool.plan import Dropped
 
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
@@ -18,7 +19,7 @@ _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 class ExportOptions:
     """How to write. ``dtype`` is torch's name; sizes are in bytes."""
 
-    WORDS: ClassVar[tuple[str, ...]] = ("dtype", "hf_config", "max_shard_size", "threads")
+    WORDS: ClassVar[tuple[str, ...]] = ("like", "dtype", "hf_config", "max_shard_size", "threads")
     SWITCHES: ClassVar[tuple[str, ...]] = ("allow_overflow", "untie", "drop_lm_head", "force")
 
     step: str | None = None
@@ -28,6 +29,9 @@ class ExportOptions:
     untie: bool = False
     drop_lm_head: bool = False
     hf_config: str | None = None
+    like: str | None = None
+    allow_missing: tuple[str, ...] = ()
+    allow_extra: tuple[str, ...] = ()
     max_shard_size: int = 5_000_000_000
     threads: int = 1
     force: bool = False
@@ -40,6 +44,8 @@ class ExportOptions:
             value = getattr(self, name)
             if value != usual[name]:
                 yield f"--{name.replace('_', '-')} {shlex.quote(_typed(name, value))}"
+        yield from (f"--allow-missing {shlex.quote(name)}" for name in self.allow_missing)
+        yield from (f"--allow-extra {shlex.quote(name)}" for name in self.allow_extra)
         yield from (f"--{name.replace('_', '-')}" for name in self.SWITCHES if getattr(self, name))
 
 
@@ -91,6 +97,7 @@ class Export:
     kept: tuple[str, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     config_changes: tuple[str, ...] = ()
+    names: Names | None = None
     side_files_from: str | None = None
     left: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()

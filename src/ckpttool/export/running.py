@@ -24,6 +24,13 @@ Told = TypeVar("Told", bound=Export)
 Given = TypeVar("Given", bound=ExportOptions)
 
 
+def check_names(options: ExportOptions) -> None:
+    """Raise :class:`UsageError` for names that are allowed to be missing or extra without a reference to say so."""
+    for option, names in (("--allow-missing", options.allow_missing), ("--allow-extra", options.allow_extra)):
+        if names and options.like is None:
+            raise UsageError(f"{option} without --like: there is nothing to compare with")
+
+
 def with_torch_dtype(options: Given) -> Given:
     """Return options with torch's name of the dtype; raises :class:`UsageError` for what no such command takes."""
     if options.untie and options.drop_lm_head:

@@ -33,12 +33,18 @@ _OTHER_TOWERS = re.compile(r"(^|[._])(vision|visual|audio|speech|image|video|mtp
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """The decision: what is dropped, whether the config must say untied, and what to tell."""
+    """The decision: what is dropped, whether the config must say untied, and what to tell.
+
+    ``tied`` is whether the model is, with which of its tensors as ``head`` and ``embedding``.
+    """
 
     dropped: tuple[Dropped, ...] = ()
     untie: bool = False
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
+    tied: bool = False
+    head: str | None = None
+    embedding: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,12 @@ def decide(
         tie = _refused("not-tied", f"{pair.head} is no alias: {reason}", untie, drop_head)
     else:
         tie = _both(pair.head, pair.embeddings, differs, untie=untie, drop_head=drop_head, clear=tied is True)
-    return replace(tie, notes=(*notes, *tie.notes))
+    return replace(tie, notes=(*notes, *tie.notes), tied=tied is True, head=pair.head, embedding=pair.embedding)
+
+
+def heads_of(names: Iterable[str]) -> list[str]:
+    """Return the names among these that a head over the vocabulary may have."""
+    return [name for name in names if _is_weight_of(name, HEADS)]
 
 
 def _find(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> _Pair:
@@ -96,17 +107,19 @@ def _find(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> _Pair:
 
 def _named(tensors: Mapping[str, TensorInfo], modules: tuple[str, ...]) -> list[str]:
     """Return weights of modules of these names, those of the language model's own top first."""
-    found = [
-        name
-        for name, tensor in tensors.items()
-        if len(parts := name.split(".")) >= 2
+    found = [name for name, tensor in tensors.items() if len(tensor.shape) == 2 and _is_weight_of(name, modules)]
+    return sorted(found, key=lambda name: (modules.index(name.split(".")[-2]), name.count(".")))
+
+
+def _is_weight_of(name: str, modules: tuple[str, ...]) -> bool:
+    parts = name.split(".")
+    return (
+        len(parts) >= 2
         and parts[-1] == "weight"
         and parts[-2] in modules
-        and len(tensor.shape) == 2
         and not _OTHER_TOWERS.search(name)
         and not any(part.isdecimal() for part in parts)  # a layer's own projection
-    ]
-    return sorted(found, key=lambda name: (modules.index(name.split(".")[-2]), name.count(".")))
+    )
 
 
 def _is_tied(config: ModelConfig, pair: _Pair) -> tuple[bool | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -34,6 +35,24 @@ def require_directory(path: Path) -> None:
     close = get_close_matches(path.name, os.listdir(parent), 3)
     hint = f"In {parent} there is {', '.join(close)}." if close else f"{parent} exists; look what it holds."
     raise NotACheckpoint(f"{path}: no such file or directory", hint=hint)
+
+
+def model_directory(option: str, given: str) -> Path:
+    """Return the directory of a model that an option names, also by a file in it.
+
+    Raises :class:`NotACheckpoint` for what is not there, with what to do where it is a name on the hub.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path.parent
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not path.parent.exists():
+        local = f"hf download {given} --exclude '*.safetensors' '*.bin' --local-dir {path.name}"
+        raise NotACheckpoint(
+            f"{option} {given}: no such directory, and nothing is downloaded",
+            hint=f"If it is a model of the hub, its small files suffice: {local}",
+        )
+    require_directory(path)
+    return path
 
 
 def what_it_is(path: Path) -> str:

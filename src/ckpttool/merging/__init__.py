@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ckpttool.errors import BrokenCheckpoint, Problem, Table
+from ckpttool.errors import BrokenCheckpoint, Problem, Table, Unmapped, UsageError
 from ckpttool.export import outputs, ties
 from ckpttool.export.comparing import differing
 from ckpttool.export.config import Edits
 from ckpttool.export.running import Prepared, run
+from ckpttool.export.side_files import SideFiles
+from ckpttool.export.ties import Tie
 from ckpttool.export.writing import Ready, check_unchanged
 from ckpttool.formats.findings import counted, ranges
+from ckpttool.formats.hf import ADAPTER_CONFIG
+from ckpttool.inspection.search import model_directory
 from ckpttool.merging import planning
-from ckpttool.merging.opening import Opened, checked_options, find_folders, open_save, stamps_of
+from ckpttool.merging.adapting import Weights, adapt, is_adapted, plain_weights
+from ckpttool.merging.opening import Opened, checked_options, find_folders, open_save, stamps_now
 from ckpttool.merging.replicas import compare_copies
 from ckpttool.merging.result import Copies, Merge, Mismatch, Options
+from ckpttool.merging.serving import served_note, sizes_of
+from ckpttool.naming.reference import Reference, read_reference
 from ckpttool.plan import Plan, header_faults
 from ckpttool.reading import Reader
 from ckpttool.staging import check_outside, check_space
@@ -40,18 +47,30 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
     folders, notes = find_folders(path, output, options)
 
     def prepare() -> Prepared[Merge]:
+        like = None if options.like is None else read_reference(model_directory("--like", options.like))
         opened = open_save(folders, notes, options)
-        check_outside(output, opened.around)
-        checked = _check(output, opened, options)
+        check_outside(output, [*opened.around, *([Path(like.path)] if like is not None else [])])
+        weights = _weights(opened, options)
+        checked = _check(output, opened, weights, like, options)
         return Prepared(
-            _result(output, opened, checked, options),
+            _result(output, opened, weights, checked, options),
             checked.plan,
-            opened.tensors,
+            weights.sources,
             opened.source.root,
-            lambda: check_unchanged(opened.source.root, opened.stamps, stamps_of(opened.folders)),
+            lambda: check_unchanged(opened.source.root, opened.stamps, stamps_now(opened)),
         )
 
     return run(output, folders, options, prepare, ready, started)
+
+
+def _weights(opened: Opened, options: Options) -> Weights:
+    """Say what the save is to become; raises :class:`UsageError` where that is the user's choice."""
+    if is_adapted(opened.tensors, opened.config):
+        base = opened.base.tensors if opened.base is not None else None
+        return adapt(opened.source.root, opened.folders, opened.tensors, base, opened.config, options)
+    if options.lora is not None:
+        raise UsageError(f"--lora {options.lora}: {opened.source.root} has no adapters")
+    return plain_weights(opened.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +78,32 @@ class _Checked:
     """A plan that holds, and what it took to know."""
 
     plan: Plan
+    draft: planning.Draft
     copies: Copies
     config_changes: tuple[str, ...]
     notes: tuple[Problem, ...]
     bytes_read: int
 
 
-def _check(output: Path, opened: Opened, options: Options) -> _Checked:
+def _check(output: Path, opened: Opened, weights: Weights, like: Reference | None, options: Options) -> _Checked:
     """Plan, and compare what has to be equal; everything that is refused is told at once."""
     read = 0
 
     def differs(a: str, b: str) -> str:
         nonlocal read
-        read += opened.tensors[a].nbytes + opened.tensors[b].nbytes
+        if fused := [name for name in (a, b) if name in weights.fusions]:
+            return f"an adapter is fused into {' and '.join(fused)}"
+        read += weights.model[a].nbytes + weights.model[b].nbytes
         with Reader(opened.source.root) as reader:
-            return differing(reader, opened.tensors[a], opened.tensors[b])
+            return differing(reader, weights.model[a], weights.model[b])
 
-    check_space(output, planning.nbytes(opened.tensors, options))
-    tie = ties.decide(opened.tensors, opened.config, differs, untie=options.untie, drop_head=options.drop_lm_head)
-    draft = planning.draft(opened.tensors, tie, options)
+    check_space(output, planning.nbytes(weights, options))
+    tie = Tie()
+    if weights.model:
+        tie = ties.decide(weights.model, opened.config, differs, untie=options.untie, drop_head=options.drop_lm_head)
+    draft = planning.draft(weights, tie, like, sizes_of(opened.config), options)
+    if draft.unlike.problems and not draft.problems:
+        raise _unlike(opened, draft)
     copies, compared = compare_copies(
         opened.source.root, opened.tensors.values(), opened.divided, replicas=options.check_replicas
     )
@@ -85,24 +111,67 @@ def _check(output: Path, opened: Opened, options: Options) -> _Checked:
     taken = [mismatch for mismatch in copies.mismatches if mismatch.name not in opened.divided]
     if draft.problems or parted or (taken and options.on_mismatch == "error"):
         raise _refusal(opened, [*draft.problems, *parted], taken if options.on_mismatch == "error" else ())
+    plan, changes = _plan(opened, weights, draft, options)
+    if too_long := header_faults(plan.weights):
+        raise _refusal(opened, too_long, ())
+    read += compared + sum(weights.sources[name].nbytes for name in _sources(plan))
+    notes = (*weights.notes, *_notes(opened, weights, draft, copies.mismatches, options))
+    return _Checked(plan, draft, copies, changes, notes, read)
+
+
+def _plan(opened: Opened, weights: Weights, draft: planning.Draft, options: Options) -> tuple[Plan, tuple[str, ...]]:
+    """Distribute the targets over files; returns what is changed in ``config.json``, too."""
+    contents = {f"{file.folder}{ADAPTER_CONFIG}": file.config for file in weights.files}
+    if not weights.model and weights.files:
+        return Plan(draft.adapters, (), contents, draft.dropped), ()
     plan, changes = outputs.directory(
         draft.targets,
-        draft.tie.dropped,
+        draft.dropped,
         opened.config,
         opened.side,
         Edits(untie=draft.tie.untie),
         most=options.max_shard_size,
-        is_buffer=planning.buffers(opened.tensors),
+        is_buffer=planning.buffers(weights.sources),
     )
-    if too_long := header_faults(plan.weights):
-        raise _refusal(opened, too_long, ())
-    notes = [Problem(code="tied", message=note, severity="note") for note in tie.notes]
-    notes += [_taken(mismatch) for mismatch in copies.mismatches]
-    if options.dtype is None:
-        written = outputs.main_dtype(draft.targets, planning.buffers(opened.tensors))
-        notes += outputs.dtype_note(written, opened.config, "the shards hold")
-    read += compared + sum(opened.tensors[target.name].nbytes for target in draft.targets)
-    return _Checked(plan, copies, changes, tuple(notes), read)
+    plan = replace(
+        plan,
+        weights=(*plan.weights, *draft.adapters),
+        contents={**plan.contents, **contents},
+        fusions=weights.fusions,
+    )
+    return plan, changes
+
+
+def _sources(plan: Plan) -> set[str]:
+    """Return every tensor that is read for a plan."""
+    read = {part.source for target in plan.targets for part in target.parts}
+    return read | {factor for fusion in plan.fusions.values() for factor in fusion.factors}
+
+
+def _notes(
+    opened: Opened, weights: Weights, draft: planning.Draft, mismatches: Sequence[Mismatch], options: Options
+) -> Iterator[Problem]:
+    for note in draft.tie.notes:
+        yield Problem(code="tied", message=note, severity="note")
+    yield from map(_taken, mismatches)
+    if options.dtype is None and options.like is None and draft.targets:
+        written = outputs.main_dtype(draft.targets, planning.buffers(weights.sources))
+        what = "the base model holds" if weights.base else "the shards hold"
+        yield from outputs.dtype_note(written, opened.config, what)
+    if options.like is None and draft.targets:
+        yield from served_note(weights.model, opened.config)
+
+
+def _unlike(opened: Opened, draft: planning.Draft) -> Unmapped:
+    """Return the error for everything that does not match the reference."""
+    error = Unmapped(
+        f"{opened.source.root}: is not as the reference is; nothing was written",
+        hint="What may be missing or extra all the same is allowed by name: --allow-missing NAME, --allow-extra NAME.",
+        code=draft.unlike.problems[0].code,
+        problems=draft.unlike.problems,
+    )
+    error.data = draft.unlike.data
+    return error
 
 
 def _refusal(opened: Opened, problems: Sequence[Problem], mismatches: Sequence[Mismatch]) -> BrokenCheckpoint:
@@ -158,8 +227,10 @@ def _table(mismatches: Sequence[Mismatch]) -> Table:
     return Table(("tensor", "on rank", "not as on", "elements that differ", "by up to", "NaN"), tuple(rows))
 
 
-def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -> Merge:
-    source, plan, config = opened.source, checked.plan, opened.config
+def _result(output: Path, opened: Opened, weights: Weights, checked: _Checked, options: Options) -> Merge:
+    source, plan, config, draft = opened.source, checked.plan, opened.config, checked.draft
+    is_buffer = planning.buffers(weights.sources)
+    side = opened.side if draft.targets else SideFiles()
     return Merge(
         path=str(source.root),
         folders=tuple(map(str, opened.folders)),
@@ -169,20 +240,24 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         f"{source.world_size}" + (f", mesh {source.mesh}" if source.mesh is not None else ""),
         model=", ".join((*config.model_types[:1], *config.architectures[:1])) if config is not None else "",
         tensors=len(plan.targets),
-        parameters=outputs.parameters(plan.targets, planning.buffers(opened.tensors)),
+        parameters=outputs.parameters(draft.targets or plan.targets, is_buffer),
         dtypes=outputs.dtypes(plan),
         files=outputs.output_files(plan),
         copies=checked.copies,
-        casts=outputs.casts(plan.targets, opened.tensors, {}),
+        casts=outputs.casts(plan.targets, weights.sources, {}),
         kept=outputs.kept(plan.targets, options.dtype),
         dropped=plan.dropped,
         renamed=opened.unwrapped,
         config_changes=checked.config_changes,
-        side_files_from=str(opened.side_folder) if opened.side_folder is not None else None,
-        left=opened.side.left,
-        missing=opened.side.missing,
+        names=draft.names,
+        side_files_from=str(opened.side_folder) if opened.side_folder is not None and draft.targets else None,
+        left=side.left,
+        missing=side.missing,
         notes=(*opened.notes, *checked.notes),
         bytes_read=checked.bytes_read,
         bytes_written=plan.nbytes,
+        lora=options.lora,
+        adapters=weights.adapters,
+        base=options.base,
         options=options,
     )

@@ -13,7 +13,7 @@ from ckpttool.formats import fsdp
 from ckpttool.formats.shardfiles import ShardFiles, is_model_shard, scan
 from ckpttool.inspection import runs
 from ckpttool.inspection.choice import choose
-from ckpttool.inspection.search import below, require_directory, what_it_is
+from ckpttool.inspection.search import below, model_directory, require_directory, what_it_is
 from ckpttool.merging.result import Options
 
 
@@ -79,14 +79,16 @@ def _missing(files: ShardFiles) -> str:
     return f"{len(sets[size])} of {size} ranks missing"
 
 
-def find_side_folder(roles: Sequence[Path], given: str | None) -> Path | None:
-    """Return the folder of configuration and tokenizer: the one given, or where trainers put it beside the shards.
+def find_side_folder(roles: Sequence[Path], options: Options) -> Path | None:
+    """Return the folder of configuration and tokenizer: the one given, where trainers put it beside the shards, or
+    that of the base model or the reference.
 
     Raises :class:`NotACheckpoint` when the one given is no directory.
     """
-    if given is not None:
-        require_directory(Path(given))
-        return Path(given)
+    if options.hf_config is not None:
+        return model_directory("--hf-config", options.hf_config)
     places = [role / name for role in roles for name in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE)]
-    with_config = [place for place in (*places, *roles) if (place / CONFIG).is_file()]
+    given = {"--base": options.base, "--like": options.like}
+    others = [model_directory(option, folder) for option, folder in given.items() if folder is not None]
+    with_config = [place for place in (*places, *roles, *others) if (place / CONFIG).is_file()]
     return next(iter([*with_config, *(place for place in places if place.is_dir())]), None)

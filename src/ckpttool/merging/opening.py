@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttool.errors import BrokenCheckpoint, Problem, Severity, Unmapped, UsageError
+from ckpttool.errors import BrokenCheckpoint, Problem, Severity, UsageError
 from ckpttool.export.config import ModelConfig, read_side_config
-from ckpttool.export.running import with_torch_dtype
+from ckpttool.export.running import check_names, with_torch_dtype
 from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.ties import Tie
 from ckpttool.export.writing import Stamps, give_back, stamps
 from ckpttool.formats import fsdp
-from ckpttool.formats.findings import counted, listing
+from ckpttool.formats.findings import listing
 from ckpttool.formats.shardfiles import is_model_shard, scan
 from ckpttool.merging import planning
+from ckpttool.merging.adapting import plain_weights
+from ckpttool.merging.basing import Base, read_base
+from ckpttool.merging.basing import stamps_of as base_stamps
 from ckpttool.merging.choosing import find_shards, find_side_folder
 from ckpttool.merging.names import unwrap
 from ckpttool.merging.result import Options
+from ckpttool.naming.following import Sizes
 from ckpttool.tensors import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The shards and what lies beside them; tensors by the names that they are written under."""
+    """The shards and what lies beside them; tensors by their names without the segments of wrappers."""
 
     source: fsdp.FsdpSource
     folders: tuple[Path, ...]
@@ -38,11 +42,13 @@ class Opened:
     notes: tuple[Problem, ...]
     stamps: Stamps
     divided: frozenset[str]
+    base: Base | None = None
 
     @property
     def around(self) -> tuple[Path, ...]:
         """All directories that are read."""
-        return (*self.folders, *((self.side_folder,) if self.side_folder is not None else ()))
+        base = (self.base.folder,) if self.base is not None else ()
+        return (*self.folders, *((self.side_folder,) if self.side_folder is not None else ()), *base)
 
 
 def find_folders(path: Path, output: Path, options: Options) -> tuple[tuple[Path, ...], tuple[Problem, ...]]:
@@ -58,13 +64,14 @@ def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Op
     _check_world_size(folders, options.world_size)
     before = stamps_of(folders)
     source = fsdp.open_(role, options.world_size, also=also, kinds=("model",))
-    side_folder = find_side_folder(folders, options.hf_config)
+    base = read_base(options.base) if options.base is not None else None
+    side_folder = find_side_folder(folders, options)
     names, unwrapped, collisions = unwrap(source.tensors)
     config, config_problems = read_side_config(side_folder, given=options.hf_config is not None)
     tensors = planning.renamed(source.tensors, names)
     problems = [*_sorted_out(source), *collisions, *config_problems]
     if not collisions:
-        problems += planning.draft(tensors, Tie(), options).problems
+        problems += planning.draft(plain_weights(tensors), Tie(), None, Sizes(), options).problems
     _refuse(role, source, problems)
     give_back()
     return Opened(
@@ -76,8 +83,9 @@ def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Op
         side_folder=side_folder,
         side=find_side_files(side_folder, config, crowded=side_folder in folders),
         notes=(*notes, *(p for p in problems if p.severity == "note")),
-        stamps=before,
+        stamps=before if base is None else {**before, **base.stamps},
         divided=frozenset(names[name] for name in source.divided),
+        base=base,
     )
 
 
@@ -86,10 +94,34 @@ def checked_options(options: Options) -> Options:
 
     Raises :class:`UsageError` for those that contradict each other, or would be passed over without a word.
     """
-    for name, given in (("--cast-buffers", options.cast_buffers), ("--allow-overflow", options.allow_overflow)):
-        if given and options.dtype is None:
-            raise UsageError(f"{name} without --dtype: nothing is cast")
+    if options.cast_buffers and options.dtype is None:
+        raise UsageError("--cast-buffers without --dtype: no buffer is cast")
+    if options.allow_overflow and options.dtype is None and options.like is None:
+        raise UsageError("--allow-overflow without --dtype or --like: nothing is cast")
+    check_names(options)
+    _check_adapters(options)
     return with_torch_dtype(options)
+
+
+def _check_adapters(options: Options) -> None:
+    given = {
+        "--adapter": bool(options.adapters),
+        "--lora-alpha": options.lora_alpha is not None,
+        "--adapter-config": options.adapter_config is not None,
+        "--base": options.base is not None,
+    }
+    for name in (name for name, is_given in given.items() if is_given and options.lora is None):
+        raise UsageError(f"{name} without --lora", hint="Say what is to be written: --lora fuse, adapter or both.")
+    if options.lora == "adapter":
+        model = {
+            "--like": options.like is not None,
+            "--untie": options.untie,
+            "--drop-lm-head": options.drop_lm_head,
+        }
+        for name in (name for name, is_given in model.items() if is_given):
+            raise UsageError(f"{name} with --lora adapter: no model is written")
+    if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
+        raise UsageError(f"--lora-alpha {options.lora_alpha:g}: not above 0")
 
 
 def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:
@@ -125,14 +157,11 @@ def _sorted_out(source: fsdp.FsdpSource) -> list[Problem]:
     ]
 
 
-_ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_[AB]|magnitude_vector)(\.|$)|^base_model\.model\.")
-"""What PEFT leaves in names; a layer that is called adapter_something is a layer like any other."""
-
 _CHOICES = ("two-world-sizes", "config-contradicts")
 
 
 def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) -> None:
-    """Raise the error that all faults together are; adapters are refused as long as nothing here can fuse them."""
+    """Raise the error that all faults together are."""
     faults = [problem for problem in problems if problem.severity == "error"]
     if any(problem.code in _CHOICES for problem in faults):
         sizes = sorted(source.files.by_kind["model"])
@@ -148,10 +177,9 @@ def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) ->
             code="broken-source",
             problems=faults,
         )
-    adapters = list(filter(_ADAPTER.search, source.tensors))
-    if adapters:
-        raise Unmapped(
-            f"{role}: holds LoRA adapters ({counted(len(adapters), 'tensor')}: {listing(adapters, 2)})",
-            hint="Adapters are neither fused nor written yet; merging the base model alone would lose the training.",
-            code="adapters",
-        )
+
+
+def stamps_now(opened: Opened) -> Stamps:
+    """Return size and time of everything that weights are read from, as they are now."""
+    base = base_stamps(opened.base.folder) if opened.base is not None else {}
+    return {**stamps_of(opened.folders), **base}

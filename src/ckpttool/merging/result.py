@@ -12,12 +12,24 @@ from ckpttool.export.result import Export, ExportOptions
 OnMismatch = Literal["error", "rank0"]
 ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)
 
+Lora = Literal["fuse", "adapter", "both"]
+LORA: tuple[Lora, ...] = get_args(Lora)
+FUSE = ("fuse", "both")
+"""Those with which a whole model is written."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(ExportOptions):
-    """How to merge. ``inputs`` are further directories of the save."""
+    """How to merge. ``inputs`` are further directories of the save.
 
-    WORDS: ClassVar[tuple[str, ...]] = ("world_size", "dtype", "on_mismatch", "hf_config", "max_shard_size", "threads")
+    ``lora`` says what becomes of adapters, ``adapters`` which of several; ``lora_alpha`` and ``adapter_config`` what
+    they weigh; ``base`` is the directory of the model that they were saved without.
+    """
+
+    WORDS: ClassVar[tuple[str, ...]] = (
+        *("world_size", "lora", "lora_alpha", "adapter_config", "base", "like", "dtype", "on_mismatch", "hf_config"),
+        *("max_shard_size", "threads"),
+    )
     SWITCHES: ClassVar[tuple[str, ...]] = ("cast_buffers", "allow_overflow", "untie", "drop_lm_head", "force")
 
     inputs: tuple[str, ...] = ()
@@ -25,12 +37,19 @@ class Options(ExportOptions):
     cast_buffers: bool = False
     on_mismatch: OnMismatch = "error"
     check_replicas: bool = True
+    lora: Lora | None = None
+    adapters: tuple[str, ...] = ()
+    lora_alpha: float | None = None
+    adapter_config: str | None = None
+    base: str | None = None
 
     def flags(self) -> Iterator[str]:
         """Yield the options as one types them; see :meth:`ExportOptions.flags`."""
         for folder in self.inputs:
             yield f"--input {shlex.quote(folder)}"
         yield from ExportOptions.flags(self)
+        for name in self.adapters:
+            yield f"--adapter {shlex.quote(name)}"
         if not self.check_replicas:
             yield "--no-check-replicas"
 
@@ -66,10 +85,37 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """An adapter that is fused or written: how many layers it is on, what it weighs, and which file says so.
+
+    ``ranks`` are all that its layers have; ``alphas`` are those of modules where they are not ``alpha``; ``copies`` are
+    tensors of which it has a whole copy (``modules_to_save``).
+    """
+
+    name: str
+    layers: int
+    tensors: int
+    ranks: tuple[int, ...]
+    alpha: float
+    alphas: Mapping[str, float]
+    rslora: bool
+    dora: bool
+    task_type: str | None
+    copies: tuple[str, ...]
+    settings: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Merge(Export):
-    """What a merge does or did: ``folders`` are those that hold the save, ``renamed`` what was taken out of names."""
+    """What a merge does or did: ``folders`` are those that hold the save, ``renamed`` what was taken out of names.
+
+    ``lora`` is what was done with ``adapters``, nothing where there are none.
+    """
 
     options: Options
     folders: tuple[str, ...]
     copies: Copies
     renamed: Mapping[str, int] = field(default_factory=dict)
+    lora: Lora | None = None
+    adapters: tuple[Fused, ...] = ()
+    base: str | None = None

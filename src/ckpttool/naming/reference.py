@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused
@@ -25,12 +25,12 @@ _COMPUTED = re.compile(r".*rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)")
 class Reference:
     """Names with their dtype and shape, as far as headers say; ``None`` where only an index is there.
 
-    Names are those of weight maps; ``renamed`` has those that the reference has another one for.
+    ``renamed`` has what the reference itself calls those that go by another name here (see :func:`as_mapped`).
     """
 
     path: str
     tensors: Mapping[str, tuple[str, Index] | None]
-    renamed: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def dtype(self, name: str) -> str | None:
         """Return the plain floating dtype that a tensor has there, if it has one."""
@@ -80,10 +80,15 @@ def read_reference(folder: Path) -> Reference:
             f"--like {folder}: neither an index nor weights in it",
             hint="Give the directory of a model as it is on the hub; its index and headers suffice.",
         )
-    prefix = _prefix(tensors)
-    usual = {_usual(name, prefix): name for name in tensors}
+    return Reference(str(folder), tensors)
+
+
+def as_mapped(reference: Reference) -> Reference:
+    """Return a reference under the names of weight maps (``model.layers...``), whatever its own prefix is."""
+    prefix = _prefix(reference.tensors)
+    usual = {_usual(name, prefix): name for name in reference.tensors}
     renamed = {name: theirs for name, theirs in usual.items() if name != theirs}
-    return Reference(str(folder), {name: tensors[theirs] for name, theirs in usual.items()}, renamed)
+    return Reference(reference.path, {name: reference.tensors[theirs] for name, theirs in usual.items()}, renamed)
 
 
 def _files(folder: Path) -> dict[str, list[str]]:

@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckpttool.architectures.slots import NUMBER
 from ckpttool.formats.findings import ranges
+
+NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+"""A layer or expert in a name; what has leading zeros or does not end is no number of one."""
 
 _NUMBER = re.compile(rf"(?<![^.\[ ])({NUMBER})(?![^.\], ])")
 
@@ -40,3 +42,9 @@ def _filled(texts: Sequence[str], axes: Sequence[set[int]]) -> str:
     numbers = [ranges(axis).replace(", ", ",") for axis in axes]
     shown = [f"[{text}]" if len(axis) > 1 else text for text, axis in zip(numbers, axes, strict=True)]
     return texts[0] + "".join(number + text for number, text in zip(shown, texts[1:], strict=True))
+
+
+def numbered(names: Iterable[str], prefix: str) -> set[int]:
+    """Return the numbers that follow a prefix (a regular expression) at the beginning of names."""
+    match = re.compile(rf"{prefix}({NUMBER})\.").match
+    return {int(found[1]) for found in map(match, names) if found}

@@ -1,0 +1,124 @@
+"""The adapters of a state dict: which factors belong together, what is the base model, and what is no LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckpttool.adapters import names
+from ckpttool.adapters.names import Part, part
+from ckpttool.errors import Problem
+from ckpttool.formats.findings import Findings
+
+
+@dataclass(slots=True)
+class Layer:
+    """The tensors of one adapter on one module or parameter, by their names; empty where it has none."""
+
+    path: str
+    down: str = ""
+    up: str = ""
+    bias: str = ""
+    magnitude: str = ""
+    embedding: bool = False
+
+    @property
+    def plain(self) -> str:
+        """The module as the model names it."""
+        return names.plain(self.path)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All that there are."""
+        return tuple(filter(None, (self.down, self.up, self.bias, self.magnitude)))
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One adapter: its layers by the paths of modules, and whole copies (``modules_to_save``) by plain names."""
+
+    name: str
+    layers: dict[str, Layer] = field(default_factory=dict)
+    saved: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Iterator[str]:
+        """All of its tensors."""
+        for layer in self.layers.values():
+            yield from layer.tensors
+        yield from self.saved.values()
+
+    @property
+    def dora(self) -> bool:
+        """Whether it has magnitudes."""
+        return any(layer.magnitude for layer in self.layers.values())
+
+
+@dataclass(slots=True)
+class Adapted:
+    """A state dict of a PEFT model, taken apart. ``base`` and ``original`` are plain names by names of tensors."""
+
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    base: dict[str, str] = field(default_factory=dict)
+    original: dict[str, str] = field(default_factory=dict)
+    foreign: list[str] = field(default_factory=list)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the adapters were saved without their base model."""
+        return not self.base and not self.original
+
+    @property
+    def count(self) -> int:
+        """How many tensors the adapters have."""
+        return sum(len(list(adapter.tensors)) for adapter in self.adapters.values())
+
+
+def take_apart(tensors: Iterable[str]) -> Adapted:
+    """Sort the tensors of a PEFT model by what they are to its adapters."""
+    found = Adapted()
+    for name in tensors:
+        _put(found, name, part(name))
+    return found
+
+
+def _put(found: Adapted, name: str, what: Part) -> None:
+    if what.kind == names.BASE:
+        found.base[name] = what.path
+    elif what.kind == names.ORIGINAL:
+        found.original[name] = what.path
+    elif what.kind == names.FOREIGN:
+        found.foreign.append(name)
+    else:
+        adapter = found.adapters.setdefault(what.adapter, Adapter(what.adapter))
+        if what.kind == names.SAVED:
+            adapter.saved[what.path] = name
+            return
+        layer = adapter.layers.setdefault(what.path, Layer(what.path))
+        layer.embedding = layer.embedding or what.embedding
+        setattr(layer, what.kind, name)
+
+
+def faults(found: Adapted, adapters: Iterable[Adapter]) -> list[Problem]:
+    """Return what is wrong with the names: factors without their other half, copies of nothing, two of one name."""
+    problems = Findings(most=1 << 30)
+    for adapter in adapters:
+        for layer in adapter.layers.values():
+            for kind, other in ((layer.down, "lora_B"), (layer.up, "lora_A")):
+                if kind and not (layer.down and layer.up):
+                    problems.group("adapter-halved", f"its {other} is missing", kind)
+            if not (layer.down or layer.up):
+                for name in layer.tensors:
+                    problems.group("adapter-halved", "its lora_A and lora_B are missing", name)
+    plains: Mapping[str, list[str]] = _by_plain(found)
+    for plain, several in plains.items():
+        if len(several) > 1:
+            problems.group("names-collide", f"{len(several)} tensors would be written as one", plain)
+    return list(problems.all())
+
+
+def _by_plain(found: Adapted) -> dict[str, list[str]]:
+    by_plain: dict[str, list[str]] = {}
+    for name, plain in found.base.items():
+        by_plain.setdefault(plain, []).append(name)
+    return by_plain

@@ -1,0 +1,173 @@
+"""Add low-rank updates to boxes of weights, in float32, in memory that depends on no model.
+
+The factors of the weight at hand are kept, as they are stored, while they fit into ``HELD``; larger ones are read again
+with every box. Matrices are multiplied in parts of at most ``PART`` elements.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ckpttool.elements import Array, dtype_of
+from ckpttool.errors import BrokenCheckpoint
+from ckpttool.lowrank import Fusion, LowRank
+from ckpttool.reading import BAND, Reader
+from ckpttool.tensors import Box, Index, TensorInfo, bands
+
+HELD = 48 << 20
+"""Bytes of factors that are kept: those of attention and dense layers are a few MiB, of 128 packed experts some 30."""
+
+PART = 2 << 20
+"""Elements of a factor or a product that are held in float32 at once."""
+
+
+class Fuser:
+    """Adds what ``fusions`` say to boxes of their sources. Not shared between threads."""
+
+    def __init__(self, reader: Reader, sources: Mapping[str, TensorInfo], fusions: Mapping[str, Fusion]) -> None:
+        self._reader, self._sources, self._fusions = reader, sources, fusions
+        self._held: OrderedDict[str, Array] = OrderedDict()
+        self._lengths: tuple[str, Array] | None = None
+
+    def of(self, name: str) -> Fusion | None:
+        """Return what is fused into a source, if anything is."""
+        return self._fusions.get(name)
+
+    def fuse(self, fusion: Fusion, box: Box, values: Array) -> None:
+        """Turn a box of a stored weight, in a contiguous array of float32 or float64, into that of the fused one.
+
+        Raises :class:`BrokenCheckpoint` for factors that are not finite.
+        """
+        trained = fusion.trained(box)
+        self._add(fusion, trained, values.reshape(trained[1]))
+        if fusion.magnitude:
+            self._stretch(fusion, box, values)
+
+    def _add(self, fusion: Fusion, box: Box, values: Array) -> None:
+        offset, size = box
+        for update in fusion.updates:
+            if not update.down:
+                values += self._read(update.up, box, values.dtype) * values.dtype.type(update.scale)
+            elif update.experts:
+                for at in range(size[0]):
+                    self._multiply(update, (offset[1:], size[1:]), values[at], offset[0] + at)
+            else:
+                self._multiply(update, box, values, None)
+
+    def _multiply(self, update: LowRank, box: Box, values: Array, expert: int | None) -> None:
+        """Add the product of the factors to a box of a matrix (of a filter: all but its first axis are columns)."""
+        rank = self._rank(update)
+        most = max(1, PART // rank)
+        for offset, size in _tiles(box, most):
+            part = values[tuple(slice(o - b, o - b + n) for o, b, n in zip(offset, box[0], size, strict=True))]
+            rows, columns = (offset[:1], size[:1]), (offset[1:], size[1:])
+            if update.turned:
+                rows, columns = columns, rows
+            up = self._up(update, rows, rank, expert, values.dtype)
+            down = self._down(update, columns, rank, expert, values.dtype)
+            product = down.T @ up.T if update.turned else up @ down
+            product *= values.dtype.type(update.scale)
+            part += product.reshape(size)
+
+    def _rank(self, update: LowRank) -> int:
+        return max(1, self._sources[update.down].shape[0] // max(1, update.experts))
+
+    def _up(self, update: LowRank, rows: Box, rank: int, expert: int | None, dtype: np.dtype[np.generic]) -> Array:
+        """Return B for some rows, ``[rows, r]``."""
+        (first,), (count,) = rows
+        shape = self._sources[update.up].shape
+        stored = self._read(update.up, ((first, *(0 for _ in shape[1:])), (count, *shape[1:])), None)
+        if expert is not None:
+            stored = stored.reshape(count, rank, update.experts)[:, :, expert]
+        return stored.reshape(count, rank).astype(dtype)
+
+    def _down(self, update: LowRank, columns: Box, rank: int, expert: int | None, dtype: np.dtype[np.generic]) -> Array:
+        """Return A for some columns, ``[r, columns]``."""
+        first = 0 if expert is None else expert * rank
+        stored = self._read(update.down, ((first, *columns[0]), (rank, *columns[1])), None)
+        return stored.reshape(rank, -1).astype(dtype)
+
+    def _read(self, name: str, box: Box, dtype: np.dtype[np.generic] | None) -> Array:
+        """Return a box of a factor, in its own dtype or another one."""
+        tensor = self._sources[name]
+        held = self._whole(tensor)
+        if held is not None:
+            part = held[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+        else:
+            part = self._checked(tensor, box)
+        return part if dtype is None else part.astype(dtype)
+
+    def _whole(self, tensor: TensorInfo) -> Array | None:
+        """Return all of a factor that is small enough, read once for all boxes of its weight."""
+        if tensor.name in self._held:
+            self._held.move_to_end(tensor.name)
+            return self._held[tensor.name]
+        if tensor.nbytes > HELD:
+            return None
+        while self._held and sum(array.nbytes for array in self._held.values()) + tensor.nbytes > 2 * HELD:
+            self._held.popitem(last=False)
+        self._held[tensor.name] = self._checked(tensor, ((0,) * len(tensor.shape), tensor.shape))
+        return self._held[tensor.name]
+
+    def _checked(self, tensor: TensorInfo, box: Box) -> Array:
+        out: Array = np.empty(box[1], dtype_of(tensor.dtype))
+        self._reader.read(tensor, box, out)
+        if not np.isfinite(out).all():
+            raise BrokenCheckpoint(
+                f"{tensor.name}: holds values that are not finite; nothing was written",
+                hint="The training has diverged: take an earlier step.",
+                code="not-finite",
+            )
+        return out
+
+    def _stretch(self, fusion: Fusion, box: Box, values: Array) -> None:
+        """Give a box of the sum the lengths that the magnitude says: of each row, of each column where it is turned."""
+        shape, axis = self._sources[fusion.source].shape, 1 if fusion.updates[0].turned else 0
+        begin, count = box[0][axis], box[1][axis]
+        wanted = self._read(fusion.magnitude, _everything(self._sources[fusion.magnitude].shape), values.dtype)
+        if all(n == whole for d, (n, whole) in enumerate(zip(box[1], shape, strict=True)) if d != axis):
+            lengths = np.sqrt(_squares(values, axis))
+        else:
+            lengths = self._all_lengths(fusion, axis)[begin : begin + count]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = wanted.reshape(-1)[begin : begin + count] / lengths.astype(values.dtype)
+        values *= factor.reshape([-1 if d == axis else 1 for d in range(values.ndim)])
+
+    def _all_lengths(self, fusion: Fusion, axis: int) -> Array:
+        """Read the whole weight for the lengths of what runs across the boxes that are written."""
+        if self._lengths is not None and self._lengths[0] == fusion.source:
+            return self._lengths[1]
+        tensor = self._sources[fusion.source]
+        wide = np.dtype("float64" if tensor.dtype == "float64" else "float32")
+        squares: Array = np.zeros(tensor.shape[axis], np.float64)
+        for box in bands(tensor.shape, BAND // wide.itemsize):
+            stored: Array = np.empty(box[1], dtype_of(tensor.dtype))
+            self._reader.read(tensor, box, stored)
+            values = stored.astype(wide)
+            self._add(fusion, box, values)
+            squares[box[0][axis] : box[0][axis] + box[1][axis]] += _squares(values, axis)
+        self._lengths = fusion.source, np.sqrt(squares, out=squares)
+        return squares
+
+
+def _tiles(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box so that neither its rows nor its columns are more than ``most``."""
+    (row, *offset), (rows, *size) = box
+    across = bands(tuple(size), most)
+    for begin, extent in [*across]:
+        for first in range(0, rows, most):
+            at = tuple(o + b for o, b in zip(offset, begin, strict=True))
+            yield (row + first, *at), (min(most, rows - first), *extent)
+
+
+def _squares(values: Array, axis: int) -> Array:
+    """Return the sum of squares over all axes but one."""
+    others = tuple(d for d in range(values.ndim) if d != axis)
+    return np.asarray(np.sum(np.square(values), axis=others, dtype=np.float64))
+
+
+def _everything(shape: Index) -> Box:
+    return (0,) * len(shape), shape

@@ -1,0 +1,327 @@
+"""What becomes of the adapters in a save: fused into the model, written alone, or both; and of what base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpttool.adapters import found, fusion, names, settings, writing
+from ckpttool.adapters.found import Adapted, Adapter
+from ckpttool.adapters.fusion import CONV1D, Fusions, Parameter, Part
+from ckpttool.adapters.settings import FOLDER, Given, Settings, read_settings
+from ckpttool.errors import BrokenCheckpoint, Problem, Unmapped, UsageError
+from ckpttool.export.config import ModelConfig
+from ckpttool.formats.findings import counted, listing, ranges
+from ckpttool.formats.folding import folded
+from ckpttool.formats.hf import ADAPTER_CONFIG
+from ckpttool.lowrank import Fusion
+from ckpttool.merging.result import FUSE, Fused, Options
+from ckpttool.naming import experts
+from ckpttool.naming.rules import candidates, moves_for
+from ckpttool.plan import Dropped
+from ckpttool.tensors import Index, TensorInfo
+
+PART_OF_THE_MODEL = frozenset({"phi4mm"})
+"""Model types whose own code has adapters in it: they are weights like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter to write: its folder in the output, names of its file by sources, its configuration."""
+
+    folder: str
+    names: Mapping[str, str]
+    config: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a save is to become: the model by the names of training, what is fused into it, adapters to write.
+
+    ``sources`` are all tensors, those of the model under the same names; ``adapters`` tells of each that is written or
+    fused.
+    """
+
+    sources: Mapping[str, TensorInfo]
+    model: Mapping[str, TensorInfo]
+    fusions: Mapping[str, Fusion] = field(default_factory=dict)
+    files: tuple[AdapterFile, ...] = ()
+    adapters: tuple[Fused, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    notes: tuple[Problem, ...] = ()
+    base: bool = False
+
+
+def is_adapted(tensors: Iterable[str], config: ModelConfig | None) -> bool:
+    """Tell whether a save is that of a PEFT model."""
+    own = config is not None and any(kind in PART_OF_THE_MODEL for kind in config.model_types)
+    return not own and names.has_adapters(tensors)
+
+
+def plain_weights(tensors: Mapping[str, TensorInfo]) -> Weights:
+    """Return what a save without adapters becomes."""
+    return Weights(tensors, tensors)
+
+
+def adapt(
+    role: Path,
+    roles: tuple[Path, ...],
+    tensors: Mapping[str, TensorInfo],
+    base: Mapping[str, TensorInfo] | None,
+    config: ModelConfig | None,
+    options: Options,
+) -> Weights:
+    """Decide what every tensor of a PEFT model becomes; ``base`` are the weights that lie elsewhere.
+
+    Raises :class:`UsageError` for what the user has to say, :class:`BrokenCheckpoint` with everything that does not
+    fit, :class:`Unmapped` for adapters that are no LoRA.
+    """
+    parts = found.take_apart(tensors)
+    if parts.foreign or not parts.adapters:
+        raise _no_lora(role, parts)
+    if options.lora is None:
+        raise _undecided(role, parts, tensors)
+    chosen = _chosen(role, parts, options)
+    problems = found.faults(parts, chosen)
+    fuse = options.lora in FUSE
+    if fuse and parts.alone and base is None:
+        raise UsageError(
+            f"{role}: the adapters were saved without their base model",
+            hint="Name the directory of that model: --base MODEL_DIR; or write the adapter alone: --lora adapter.",
+        )
+    if base is not None and not (fuse and parts.alone):
+        why = "the base model is in the shards" if fuse else "--lora adapter needs none"
+        raise UsageError(f"--base {options.base}: {why}")
+    _refuse(role, problems)
+    given = Given(options.lora_alpha, options.adapter_config, roles)
+    said = [(a, read_settings(given, a.name, several=len(parts.adapters) > 1)) for a in chosen]
+    _check_kinds(said, fuse=fuse, elsewhere=base is not None)
+    kinds = config.model_types if config is not None else ()
+    model = dict(base) if base is not None else _model(parts, chosen, tensors)
+    if base is None and parts.alone:
+        fusions = fusion.alone(said, tensors)
+    else:
+        turned = any(kind in CONV1D for kind in kinds)
+        fusions = fusion.fusions(said, tensors, *_finders(model, kinds), conv1d=turned)
+    _refuse(role, list(fusions.problems.all()))
+    files = tuple(_files(parts, said, fusions, config, options)) if options.lora != "fuse" else ()
+    written = {name for file in files for name in file.names}
+    dropped = tuple(_dropped(parts, chosen, written, fuse=fuse))
+    sources = dict(tensors)
+    if fuse:
+        layers = (layer for adapter in chosen for layer in adapter.layers.values())
+        beside = {*written, *(name for layer in layers for name in layer.tensors), *(drop.name for drop in dropped)}
+        sources = {**model, **{name: tensor for name, tensor in tensors.items() if name in beside}}
+    return Weights(
+        sources=sources,
+        model=model if fuse else {},
+        fusions=fusions.by_source if fuse else {},
+        files=files,
+        adapters=tuple(_told(a, its, fusions) for a, its in said),
+        dropped=dropped,
+        notes=tuple(_notes(said, options)),
+        base=base is not None,
+    )
+
+
+def _model(parts: Adapted, chosen: Iterable[Adapter], tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors of the model by plain names: the base, and for whole copies those of the chosen adapters."""
+    stored = {plain: name for name, plain in (*parts.base.items(), *parts.original.items())}
+    for adapter in chosen:
+        stored |= adapter.saved
+    return {plain: replace(tensors[name], name=plain) for plain, name in stored.items()}
+
+
+def _finders(
+    model: Mapping[str, TensorInfo], kinds: tuple[str, ...]
+) -> tuple[fusion.Parameters, Callable[[str], Iterable[str]]]:
+    """Return what finds a parameter of training among these tensors, and what lists those right below a module."""
+    moves = moves_for(kinds)
+    modules: dict[str, list[str]] = {}
+    for name in model:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+
+    def parameters(name: str) -> Parameter | None:
+        for candidate in candidates(name, moves):
+            if candidate.name in model:
+                return Parameter(model[candidate.name].shape, (Part(candidate.name),))
+            packed = experts.packed(candidate.name)
+            naming = experts.naming_of(packed.prefix, model) if packed is not None else None
+            if packed is not None and naming is not None:
+                return _one_by_one(packed, naming, model)
+        return None
+
+    def below(module: str) -> list[str]:
+        return [*modules.get(module, ()), *(f"{module}.{name}" for name in (experts.GATE_UP, experts.DOWN))]
+
+    return parameters, lambda module: dict.fromkeys(below(module))
+
+
+def _one_by_one(
+    packed: experts.Packed, naming: tuple[str, str, str], model: Mapping[str, TensorInfo]
+) -> Parameter | None:
+    """Return packed experts of training that are stored one by one."""
+    parts: list[Part] = []
+    count = len(list(experts.numbered(packed.prefix, model, naming)))
+    shape: Index = ()
+    for expert in range(count):
+        for half in range(packed.halves):
+            tensor = model.get(packed.single(naming, expert, half))
+            if tensor is None or len(tensor.shape) != 2 or (shape and tensor.shape != shape):
+                return None
+            shape = tensor.shape
+            parts.append(Part(tensor.name, (expert,), half * shape[0]))
+    return Parameter((count, packed.halves * shape[0], shape[1]), tuple(parts)) if parts else None
+
+
+def _chosen(role: Path, parts: Adapted, options: Options) -> list[Adapter]:
+    """Return the adapters that are meant; raises :class:`UsageError` where that is not clear."""
+    there = parts.adapters
+    unknown = [name for name in options.adapters if name not in there]
+    if unknown:
+        raise UsageError(f"--adapter {unknown[0]}: no such adapter; there is {listing(there)}")
+    if not options.adapters and len(there) > 1:
+        raise UsageError(
+            f"{role}: has {len(there)} adapters: {listing(there)}",
+            hint=f"Choose: {' or '.join(f'--adapter {name}' for name in there)}; several can be given.",
+        )
+    names_ = dict.fromkeys(options.adapters) or there
+    unsafe = [name for name in names_ if not settings.is_name(name)]
+    if unsafe:
+        message = f"{role}: an adapter is called {unsafe[0]!r}, which no directory can be"
+        raise BrokenCheckpoint(message, code="adapter-name")
+    return [there[name] for name in names_]
+
+
+def _undecided(role: Path, parts: Adapted, tensors: Mapping[str, TensorInfo]) -> UsageError:
+    """Return the error that explains what lies here and which choice there is."""
+    several = "".join(f"\n  {_summary(adapter, tensors)}" for adapter in parts.adapters.values())
+    alone = "the base model is not among them: needs --base MODEL_DIR" if parts.alone else "the training is in it"
+    return UsageError(
+        f"{role}: the shards of a PEFT model, with {counted(len(parts.adapters), 'adapter')} in "
+        f"{counted(parts.count, 'tensor')}; say what is to be written of it: --lora{several}",
+        hint=f"--lora fuse     a whole model with the adapter in its weights ({alone})\n"
+        "--lora adapter  the adapter alone, as peft, vLLM and SGLang load it beside its base model\n"
+        "--lora both     the fused model, and the adapter in a directory inside",
+    )
+
+
+def _summary(adapter: Adapter, tensors: Mapping[str, TensorInfo]) -> str:
+    """Say in a line what an adapter is: its rank, its modules."""
+    kind = "DoRA" if adapter.dora else "LoRA"
+    modules = ", ".join(text for text, _ in folded(layer.plain for layer in adapter.layers.values()))
+    shown = [f"{kind} of rank {ranges(_ranks(adapter, tensors))} on {modules}"] if adapter.layers else []
+    shown += [f"a copy of {listing(sorted(adapter.saved), 3)}"] if adapter.saved else []
+    return f"{adapter.name}: {' and '.join(shown)}"
+
+
+def _ranks(adapter: Adapter, tensors: Mapping[str, TensorInfo]) -> set[int]:
+    """Return the ranks of an adapter's layers; experts that are packed have all of theirs in one."""
+    return {
+        tensors[layer.down].shape[0] for layer in adapter.layers.values() if layer.down and tensors[layer.down].shape
+    }
+
+
+def _no_lora(role: Path, parts: Adapted) -> Unmapped:
+    foreign = [text for text, _ in folded(parts.foreign)]
+    what = f"adapters that are no LoRA: {listing(foreign)}" if foreign else "names of PEFT, but no adapter"
+    return Unmapped(
+        f"{role}: {what}",
+        hint="LoRA, DoRA and modules_to_save are known here. PEFT itself can fuse others: merge_and_unload().",
+        code="adapter-kind",
+    )
+
+
+def _check_kinds(said: Iterable[tuple[Adapter, Settings]], *, fuse: bool, elsewhere: bool) -> None:
+    """Raise :class:`Unmapped` for adapters that cannot be fused like LoRA, or not into the base that is given."""
+    for adapter, its in said:
+        if fuse and its.unusual:
+            raise Unmapped(
+                f"{its.where}: the adapter {adapter.name} has {listing(its.unusual)}: it is no plain LoRA to fuse",
+                hint="Write it alone: --lora adapter; or fuse it with peft itself.",
+                code="adapter-kind",
+            )
+        if elsewhere and its.changed_base:
+            raise Unmapped(
+                f"{its.where}: training began with {its.changed_base}, which takes out of the base what the adapter "
+                "begins with: the model on the hub is not its base",
+                hint="Fuse it into the base that the training saved, with a configuration that says so.",
+                code="adapter-kind",
+            )
+
+
+def _refuse(role: Path, problems: list[Problem]) -> None:
+    if problems:
+        raise BrokenCheckpoint(
+            f"{role}: its adapters do not fit; nothing was written", code=problems[0].code, problems=problems
+        )
+
+
+def _files(
+    parts: Adapted,
+    said: list[tuple[Adapter, Settings]],
+    fusions: Fusions,
+    config: ModelConfig | None,
+    options: Options,
+) -> Iterator[AdapterFile]:
+    named = config.values.get("_name_or_path") if config is not None else None
+    base = options.base or (named if isinstance(named, str) and named else None)
+    for adapter, its in said:
+        folder = "".join([f"{FOLDER}/" if options.lora == "both" else "", f"{adapter.name}/" if len(said) > 1 else ""])
+        ranks = {layer.plain: fusions.ranks.get(layer.path, 0) for layer in adapter.layers.values()}
+        made = writing.config_bytes(
+            adapter, parts, its, ranks, experts=fusions.experts, turned=fusions.turned, base=base
+        )
+        yield AdapterFile(folder, writing.tensors(adapter, parts, its), made)
+
+
+def _told(adapter: Adapter, its: Settings, fusions: Fusions) -> Fused:
+    layers = adapter.layers.values()
+    return Fused(
+        name=adapter.name,
+        layers=len(layers),
+        tensors=len(list(adapter.tensors)),
+        ranks=tuple(sorted({fusions.ranks[layer.path] for layer in layers if layer.path in fusions.ranks})),
+        alpha=its.alpha,
+        alphas=dict(its.alphas),
+        rslora=its.rslora,
+        dora=adapter.dora,
+        task_type=its.task_type,
+        copies=tuple(sorted(adapter.saved)),
+        settings=its.where,
+    )
+
+
+def _dropped(parts: Adapted, chosen: list[Adapter], kept: Iterable[str], *, fuse: bool) -> Iterator[Dropped]:
+    """Yield what is not written, by which rule; ``kept`` is written with an adapter."""
+    copied = {plain for adapter in chosen for plain in adapter.saved}
+    for name, plain in parts.original.items():
+        if plain in copied or not fuse:
+            yield Dropped(name, "original-module", "the trained copy takes its place")
+    if not fuse:
+        reason = "--lora adapter: the base model is not written"
+        yield from (Dropped(name, "base-model", reason) for name in parts.base if name not in set(kept))
+    for adapter in parts.adapters.values():
+        if adapter not in chosen:
+            reason = f"of the adapter {adapter.name}, which --adapter does not name"
+            yield from (Dropped(name, "adapter-not-chosen", reason) for name in adapter.tensors)
+
+
+def _notes(said: list[tuple[Adapter, Settings]], options: Options) -> Iterator[Problem]:
+    for adapter, its in said:
+        if not its.config:
+            message = (
+                f"{adapter.name}: no {ADAPTER_CONFIG} says otherwise, so the scale is alpha / r "
+                f"(alpha {its.alpha:g}, {its.where})"
+            )
+            hint = "Was it trained with use_rslora or an alpha_pattern? Name the file that says so: --adapter-config."
+            yield Problem(code="adapter-settings", message=message, hint=hint, severity="note")
+        if its.changed_base and options.lora != "fuse":
+            message = (
+                f"{adapter.name}: training began with {its.changed_base}: it fits the base that was saved then alone"
+            )
+            yield Problem(code="adapter-base", message=message, severity="note")
+    if options.lora == "both":
+        message = f"{FOLDER}/ belongs on the base model, not on what is written beside it, which has it in its weights"
+        yield Problem(code="adapter-beside", message=message, severity="note")

@@ -1,0 +1,101 @@
+"""Hold what is written against a reference: what only one of both has, other shapes, and what is allowed by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpttool.errors import Problem, UsageError
+from ckpttool.formats.folding import folded, numbered
+from ckpttool.naming.reference import Reference
+from ckpttool.plan import Target
+
+_COUNTED = {"layers": r"(?:.*\.)?layers\.", "experts": r".*\.experts\."}
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What may be missing or extra all the same: names, or patterns with ``*`` for any characters."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Names that only the reference has or only the output, those of them that are allowed, and what is wrong."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
+    other_shapes: dict[str, list[str]] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Every name, for programs."""
+        names = {"only_in_reference": list(self.missing), "not_in_reference": list(self.extra)}
+        return {**names, "other_shapes": self.other_shapes}
+
+
+def match(targets: Iterable[Target], like: Reference, wanted: Iterable[str], allowed: Allowed, hint: str = "") -> Match:
+    """Compare targets with a reference, which has to have its ``wanted`` names written; ``hint`` is for extra ones.
+
+    Raises :class:`UsageError` for a name that is allowed and is neither missing nor extra: it is a misspelt one.
+    """
+    written = {target.name: target for target in targets}
+    only_there = sorted(set(wanted) - written.keys())
+    only_here = [name for name in written if not like.has(name)]
+    missing, lacking = _sorted_out(only_there, allowed.missing, "--allow-missing")
+    extra, surplus = _sorted_out(only_here, allowed.extra, "--allow-extra")
+    others: dict[str, list[str]] = {}
+    for name, target in written.items():
+        shape = like.shape(name)
+        if shape is not None and shape != target.shape:
+            others.setdefault(f"{list(target.shape)} here, {list(shape)} in the reference", []).append(name)
+    where = f"The reference is {like.path} (--like)."
+    found = [
+        *_folded("only-in-reference", "in the reference only", missing, where),
+        *_folded("not-in-reference", "not in the reference", extra, hint or where),
+        *(Problem(code="shapes-disagree", message=f"{text}: {_together(names)}") for text, names in others.items()),
+    ]
+    if found:
+        found[:0] = _counts(like.tensors, written)
+    return Match(tuple(missing), tuple(extra), (*lacking, *surplus), others, tuple(found))
+
+
+def _sorted_out(names: Sequence[str], patterns: Sequence[str], option: str) -> tuple[list[str], list[str]]:
+    """Split names into those that are wrong and those that are allowed."""
+    for pattern in patterns:
+        if not any(_fits(name, pattern) for name in names):
+            what = "missing" if option.endswith("missing") else "extra"
+            raise UsageError(f"{option} {pattern}: no such name is {what}")
+    good = [name for name in names if any(_fits(name, pattern) for pattern in patterns)]
+    return [name for name in names if name not in set(good)], good
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, re.sub(r"[\[?]", lambda found: f"[{found[0]}]", pattern))
+
+
+def _together(names: Iterable[str]) -> str:
+    return ", ".join(text for text, _ in folded(names))
+
+
+def _folded(code: str, what: str, names: Iterable[str], hint: str) -> Iterator[Problem]:
+    for text, count in folded(names):
+        times = f", {count:,} of them" if count > 1 else ""
+        yield Problem(code=code, message=f"{what}{times}: {text}", hint=hint)
+
+
+def _counts(theirs: Iterable[str], ours: Iterable[str]) -> Iterator[Problem]:
+    """Yield where a reference is of another size: that is what all the other lines come from."""
+    theirs, ours = list(theirs), list(ours)
+    for what, prefix in _COUNTED.items():
+        there, here = numbered(theirs, prefix), numbered(ours, prefix)
+        if there and here and there != here:
+            message = f"the reference has {len(there)} {what}, the checkpoint {len(here)}"
+            yield Problem(code="reference-disagrees", message=message)
