@@ -1,8 +1,8 @@
 """Tiny real checkpoints for the tests: built once by the real libraries, then kept in a cache.
 
-`fsdp_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints` and `converted_checkpoints` return a directory
-with one subdirectory a variant and the oracle of each under `expected/`. It is shared: `copy` what a test
-wants to change.
+`fsdp_checkpoints`, `lora_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints` and `converted_checkpoints`
+return a directory with one subdirectory a variant and the oracle of each under `expected/`. It is shared: `copy`
+what a test wants to change.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITERS = Path(__file__).resolve().parent / "writers"
-LIBRARIES = ("torch", "megatron-core", "transformers")
+LIBRARIES = ("torch", "megatron-core", "transformers", "peft")
 TIMEOUT = 300.0
 
 
 def fsdp_checkpoints(cache: Path) -> Path:
     """FSDP role directories, what accelerate writes and plain DCP, by four ranks."""
     return _cached(cache, "fsdp")
+
+
+def lora_checkpoints(cache: Path) -> Path:
+    """FSDP role directories of PEFT models, and what PEFT itself makes of each."""
+    return _cached(cache, "lora")
 
 
 def mesh_checkpoints(cache: Path) -> Path:

@@ -26,6 +26,13 @@ def fsdp_checkpoints(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lora_checkpoints(pytestconfig: pytest.Config) -> Path:
+    """FSDP shards of PEFT models, with PEFT's own merges, answers and directories; shared by all tests."""
+    assert pytestconfig.cache is not None
+    return builders.lora_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture(scope="session")
 def mesh_checkpoints(pytestconfig: pytest.Config) -> Path:
     """Shards of eight ranks on many meshes, without a model's configuration; shared by all tests."""
     assert pytestconfig.cache is not None

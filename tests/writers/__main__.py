@@ -1,4 +1,6 @@
-"""`python -m tests.writers {fsdp,meshes,megatron,converted,demo} OUT`: a module with another `WORLD` than four says so.
+"""`python -m tests.writers {fsdp,lora,meshes,megatron,converted,demo} OUT`.
+
+Four ranks, unless a module says otherwise with `WORLD`.
 
 Megatron's writer starts helper processes that import the main module again, in every rank: so this
 module imports nothing heavy before it knows that it is the one process that was started by hand.

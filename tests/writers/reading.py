@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +66,11 @@ def part_of(key: str) -> str:
     if key.startswith(("optimizer.", "chained_0.optimizer.", "chained_1.optimizer.")):
         return "optimizer"
     return "rng_state" if key.startswith("rng_state/") else "model"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers and PEFT tell of things that are meant here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
