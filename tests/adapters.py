@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -12,9 +13,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from tests.merged import tensors_in
 from tests.writers.reading import quiet, shards
 
 State = dict[str, torch.Tensor]
+
+META = "lora_train_meta.json"
+CONFIG = "adapter_config.json"
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def whole(role: Path) -> State:
@@ -52,7 +58,7 @@ def base_of(root: Path, name: str) -> Path:
 
 def adapter_config(folder: Path) -> dict[str, Any]:
     """`adapter_config.json` of a directory."""
-    value = json.loads((folder / "adapter_config.json").read_text())
+    value = json.loads((folder / CONFIG).read_text())
     assert isinstance(value, dict)
     return value
 
@@ -92,3 +98,38 @@ def assert_answers(model: Any, told: State) -> None:
     half = told["logits"].dtype is torch.bfloat16
     assert found.dtype is told["logits"].dtype
     torch.testing.assert_close(found, told["logits"], rtol=1e-5, atol=0.1 if half else 1e-5)
+
+
+class Outcome(Protocol):
+    """What a command line did."""
+
+    @property
+    def code(self) -> int: ...
+
+    @property
+    def err(self) -> str: ...
+
+
+def refused(call: Outcome, code: int, *words: str) -> None:
+    """This exit code, and all of these words in what is said."""
+    assert call.code == code, call.err
+    assert "No such option" not in call.err
+    assert [word for word in words if word not in call.err] == [], call.err
+
+
+def assert_fused(out: Path, root: Path, name: str = "plain") -> None:
+    """The output has the tensors that PEFT merges in float32."""
+    found, expected = tensors_in(out), oracle(root, name)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def settings(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file beside the shards."""
+    path.write_text(json.dumps(values))
+
+
+def detached(model: Any) -> State:
+    """What a rank would save; a number without dimensions cannot be cut and is left out."""
+    return {key: value.detach().clone() for key, value in model.state_dict().items() if value.ndim}

@@ -89,6 +89,25 @@ def ckpttool(capsys: pytest.CaptureFixture[str]) -> Callable[..., Call]:
 
 
 @pytest.fixture
+def merge_lora(ckpttool: Callable[..., Call], tmp_path: Path) -> Callable[..., Call]:
+    """Run `merge-fsdp` on a directory, to `tmp_path / "out"`; a failure leaves nothing."""
+
+    def run(folder: Path, *more: object) -> Call:
+        before = sorted(tmp_path.rglob("*"))
+        call = ckpttool("merge-fsdp", folder, "-o", tmp_path / "out", *more)
+        assert not call.code or sorted(tmp_path.rglob("*")) == before
+        return call
+
+    return run
+
+
+@pytest.fixture
+def plain_lora(lora_checkpoints: Path, tmp_path: Path) -> Path:
+    """A role to be changed: one adapter on two projections of each layer, verl's file beside the shards."""
+    return builders.copy(lora_checkpoints / "plain", tmp_path / "step" / "role")
+
+
+@pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A directory that everyone can reach; pytest's own are closed."""
     path = Path(tempfile.mkdtemp(prefix="ckpttool-test-"))

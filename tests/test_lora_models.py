@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 VARIANTS = {variant.name: variant for variant in variants()}
 UNTIED = ("tied-embedding", "tied-head")
-TIED = ("tied", "conv1d")
+TIED = ("tied", "conv1d", "conv1d-dora")
 HALF = ("bf16", "bf16-fp32", "only-dora")
 PREFIX = "base_model.model."
 Run = Callable[..., Call]

@@ -31,7 +31,6 @@ class Variant:
     cast_adapters: bool = True
     only: bool = False
     config_at: str | None = None
-    meta: bool = True
     base_shards: str = "1GB"
 
 
@@ -164,7 +163,7 @@ def _parts() -> tuple[Variant, ...]:
         Variant("head", causal, one(ATTENTION, modules_to_save=["lm_head"])),
         Variant("critic", value_model, token),
         Variant("trained-bias", causal, one(ATTENTION, bias="lora_only"), config_at="."),
-        Variant("two", causal, {"default": lora(ATTENTION), "style": style}, config_at="lora_adapter", meta=False),
+        Variant("two", causal, {"default": lora(ATTENTION), "style": style}, config_at="lora_adapter"),
     )
 
 
@@ -174,6 +173,7 @@ def _bases() -> tuple[Variant, ...]:
     mixed = one(["q_proj"], target_parameters=EXPERTS)
     return (
         Variant("conv1d", gpt2, one(["c_attn", "c_proj"], fan_in_fan_out=True), config_at="."),
+        Variant("conv1d-dora", gpt2, one(["c_attn", "c_proj"], fan_in_fan_out=True, use_dora=True), config_at="."),
         Variant("experts", qwen3_moe, packed, config_at="."),
         Variant("experts-transposed", gpt_oss, mixed, config_at="."),
         Variant("bf16", half, one(LINEAR), cast_adapters=False),

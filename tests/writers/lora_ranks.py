@@ -64,11 +64,10 @@ def sharded_state(variant: Variant, model: Any, mesh: Any) -> State:
 
 
 def write_settings(role: Path, variant: Variant) -> None:
-    """`lora_train_meta.json` as verl has it; PEFT's own file where only that tells all."""
+    """`lora_train_meta.json` as verl has it, of the first adapter alone; PEFT's own file where only that tells all."""
     first = next(iter(variant.adapters.values()))
-    if variant.meta:
-        meta = {"r": first.r, "lora_alpha": first.lora_alpha, "task_type": first.task_type}
-        (role / "lora_train_meta.json").write_text(json.dumps(meta, indent=4))
+    meta = {"r": first.r, "lora_alpha": first.lora_alpha, "task_type": first.task_type}
+    (role / "lora_train_meta.json").write_text(json.dumps(meta, indent=4))
     if variant.config_at is not None:
         copy_configs(role.parent / "expected" / f"{role.name}.adapter", role / variant.config_at)
 

@@ -41,7 +41,7 @@ def test_a_role_has_its_files(lora_checkpoints: Path, name: str) -> None:
     config = json.loads((role / "fsdp_config.json").read_text())
     assert config == {"FSDP_version": variant.fsdp, "world_size": 4}
     assert {path.name for path in (role / "huggingface").iterdir()} >= SIDE_FILES
-    assert (role / "lora_train_meta.json").exists() == variant.meta
+    assert (role / "lora_train_meta.json").exists()
     found = [str(path.parent.relative_to(role)) for path in role.rglob("adapter_config.json")]
     assert sorted(found) == ([] if variant.config_at is None else config_places(variant))
 
@@ -173,7 +173,7 @@ def merged(state: State, variant: Variant) -> State:
         total = value + sum(deltas)
         magnitude = state.get(f"{module.removesuffix('.base_layer')}.lora_magnitude_vector.default.weight")
         if magnitude is not None and kind == "weight":
-            total = rescaled(total, magnitude, by_row="embed_tokens" not in key)
+            total = rescaled(total, magnitude, by_row="embed_tokens" not in key and "transformer" not in key)
         found[plain(key)] = total
     return found
 
