@@ -1,7 +1,7 @@
 """Tiny real checkpoints for the tests: built once by the real libraries, then kept in a cache.
 
-`fsdp_checkpoints`, `lora_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints` and `converted_checkpoints`
-return a directory with one subdirectory a variant and the oracle of each under `expected/`. It is shared: `copy`
+`fsdp_checkpoints`, `lora_checkpoints`, `served_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints` and
+`converted_checkpoints` return a directory with one subdirectory a variant and the oracle of each under `expected/`. It is shared: `copy`
 what a test wants to change.
 """
 
@@ -47,6 +47,11 @@ def megatron_checkpoints(cache: Path) -> Path:
 def converted_checkpoints(cache: Path) -> Path:
     """Megatron role directories of many model families and layouts, and what the models that wrote them answer."""
     return _cached(cache, "converted")
+
+
+def served_checkpoints(cache: Path) -> Path:
+    """FSDP role directories of models that are served under other names; `expected/` has their model directories."""
+    return _cached(cache, "served")
 
 
 def demo(out: Path) -> None:

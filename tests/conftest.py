@@ -53,6 +53,13 @@ def converted_checkpoints(pytestconfig: pytest.Config) -> Path:
     return builders.converted_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
 
 
+@pytest.fixture(scope="session")
+def served_checkpoints(pytestconfig: pytest.Config) -> Path:
+    """FSDP shards of models whose saved names are others than those of training; shared by all tests."""
+    assert pytestconfig.cache is not None
+    return builders.served_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
 @pytest.fixture
 def data() -> Path:
     """Small checkpoints written by many versions of torch and megatron-core."""
