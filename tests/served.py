@@ -99,7 +99,8 @@ def refused_like(
 def named(call: Call) -> set[str]:
     """Every word that the problems of a refused call say, written out: folded names are names again."""
     problems = call.json["problems"]
-    return unfolded(" ".join(f"{problem['message']} {problem.get('hint') or ''}" for problem in problems))
+    words = unfolded(" ".join(f"{problem['message']} {problem.get('hint') or ''}" for problem in problems))
+    return {word.strip("(),:;'") for word in words}
 
 
 def said(call: Call) -> str:
