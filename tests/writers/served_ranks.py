@@ -17,6 +17,7 @@ from tests.writers.fsdp_logits import FIRST, LENGTH, PROMPTS
 from tests.writers.fsdp_save import save_expected, save_model, save_tensors
 from tests.writers.ranks import WORLD
 from tests.writers.served_hub import HUBS
+from tests.writers.served_vision import inputs
 from tests.writers.sharding import shard
 
 INDEX = "model.safetensors.index.json"
@@ -35,12 +36,12 @@ def write_model(out: Path, name: str, mesh: DeviceMesh) -> None:
     """Answers and references come from the model in one piece, the role from its shards."""
     role = out / name
     model = served_models.build(name)
-    ids = torch.arange(FIRST, FIRST + PROMPTS * LENGTH).view(PROMPTS, LENGTH)
+    asked = inputs(name) or {"input_ids": torch.arange(FIRST, FIRST + PROMPTS * LENGTH).view(PROMPTS, LENGTH)}
     if dist.get_rank() == 0:
         write_references(out / "expected", name, model)
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-    save_tensors(role.with_name(f"{name}.logits"), {"input_ids": ids, "logits": logits})
+        logits = model(**asked, use_cache=False).logits
+    save_tensors(role.with_name(f"{name}.logits"), {**asked, "logits": logits})
     state = shard(model, mesh).state_dict()
     save_model(role, state)
     save_expected(role, state)

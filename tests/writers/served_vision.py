@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
@@ -127,6 +128,19 @@ def llava_next() -> Any:
     text = LlamaConfig(**TEXT, tie_word_embeddings=False)
     config = LlavaNextConfig(text_config=text, vision_config=CLIPVisionConfig(**TOWER), image_token_id=90, **UNTIED)
     return LlavaNextForConditionalGeneration(config)
+
+
+PICTURE = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "pixel_values": torch.linspace(-1, 1, 16 * 96).view(16, 96)}
+SENTENCE = [5, 6, 92, 90, 90, 90, 90, 93, 7, 8]
+"""Sixteen patches, four tokens: what the tower makes of them stands between the words."""
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    """A question about a picture, for the models whose names move with their tower."""
+    if name not in ("qwen2-vl", "qwen2.5-vl", "qwen3-vl"):
+        return {}
+    ids = torch.tensor([SENTENCE])
+    return {"input_ids": ids, "mm_token_type_ids": (ids == TOKENS["image_token_id"]).int(), **PICTURE}
 
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -60,6 +60,15 @@ def test_what_is_saved_is_the_model(served_checkpoints: Path, name: str) -> None
     assert len(set(values)) == len(values)
 
 
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+def test_answers_depend_on_the_tower(served_checkpoints: Path, name: str) -> None:
+    model = load(served_checkpoints / "expected" / name)
+    with torch.no_grad():
+        model.model.visual.patch_embed.proj.weight.zero_()
+    found, told = answers(model, served_checkpoints, name)
+    assert not torch.allclose(found, told, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", HUBS[:-1])
 def test_the_form_of_the_hub_is_the_same_model(served_checkpoints: Path, name: str) -> None:
     model = load(served_checkpoints / "expected" / f"{name}-hub")
