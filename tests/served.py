@@ -21,7 +21,7 @@ from tests.merged import Tensors, leftovers
 Run = Callable[..., Call]
 
 RENAMED = (
-    *("qwen2-moe", "qwen3-moe", "qwen3-moe-square", "qwen3-next", "deepseek-v3", "glm4-moe"),
+    *("qwen2-moe", "qwen3-moe", "qwen3-moe-square", "qwen3-next", "deepseek-v3", "glm4-moe", "ernie4.5-moe"),
     *("mixtral", "phimoe", "minimax-m2"),
     *("qwen2-vl", "qwen2.5-vl", "gemma3", "llava", "llava-next"),
 )
@@ -30,10 +30,10 @@ RENAMED = (
 TRANSPOSED = ("qwen3-vl-moe", "qwen3-vl-moe-square")
 """Models of the same names whose experts lie the other way round on the hub."""
 
-KEPT = ("qwen2-tied", "qwen3-vl", "gpt-oss", "llama4")
+KEPT = ("qwen2-tied", "qwen3.5", "qwen3-vl", "gpt-oss", "llama4")
 """Models that are saved as they are trained."""
 
-HUBS = ("gemma3", "llava", "llava-next", *TRANSPOSED)
+HUBS = ("gemma3", "llava", "llava-next", "qwen3.5", *TRANSPOSED)
 """Models of which the hub has another form than `save_pretrained` writes of a model that was never loaded."""
 
 ALL = (*RENAMED, *TRANSPOSED, *KEPT)

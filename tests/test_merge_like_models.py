@@ -25,7 +25,9 @@ from tests.served import (
     index_alone,
     load,
     merged_like,
+    named,
     reference,
+    refused_like,
     said,
     trained,
 )
@@ -57,6 +59,21 @@ def test_the_output_is_what_the_hub_has(name: str, ckpttool: Run, served_checkpo
     like = served_checkpoints / "expected" / f"{name}-hub"
     merged_like(ckpttool, served_checkpoints / name, tmp_path / "out", like)
     assert unequal(tensors_in(tmp_path / "out"), saved(served_checkpoints, f"{name}-hub")) == set()
+
+
+def test_a_model_of_text_follows_the_one_that_sees(ckpttool: Run, served_checkpoints: Path, tmp_path: Path) -> None:
+    """Its base is a model of vision and language: the tower is missing, which has to be allowed by name."""
+    hub = saved(served_checkpoints, "qwen3.5-hub")
+    text = config_in(served_checkpoints / "expected" / "qwen3.5")
+    tower = {f"model.visual.blocks.{n}.attn.qkv.weight": torch.ones(48, 16) for n in range(2)}
+    seeing = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    like = reference(tmp_path / "like", {**hub, **tower}, seeing)
+    call = refused_like(ckpttool, served_checkpoints / "qwen3.5", tmp_path / "out", like)
+    assert tower.keys() <= named(call)
+    assert not named(call) & hub.keys()
+    merged_like(ckpttool, served_checkpoints / "qwen3.5", tmp_path / "out", like, "--allow-missing", "model.visual.*")
+    assert unequal(tensors_in(tmp_path / "out"), hub) == set()
+    assert config_of(tmp_path / "out")["model_type"] == "qwen3_5_text"
 
 
 @pytest.mark.parametrize("name", INDEXED)

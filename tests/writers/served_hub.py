@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -21,10 +22,16 @@ def transposed_experts(name: str, value: torch.Tensor) -> tuple[str, torch.Tenso
     return name, value.transpose(1, 2).contiguous() if packed else value
 
 
+def of_a_model_that_sees(name: str, value: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A model of text was taken out of one of vision and language, and stands there under its name."""
+    return re.sub(r"^model\.", "model.language_model.", name), value
+
+
 HUBS: dict[str, Change] = {
     "gemma3": with_vision_model,
     "llava": with_vision_model,
     "llava-next": with_vision_model,
+    "qwen3.5": of_a_model_that_sees,
     "qwen3-vl-moe": transposed_experts,
     "qwen3-vl-moe-square": transposed_experts,
 }

@@ -9,6 +9,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -25,6 +27,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
@@ -141,6 +145,26 @@ def glm4_moe() -> Any:
     return Glm4MoeForCausalLM(Glm4MoeConfig(**{**SIZES, **EXPERTS, **changes}))
 
 
+def ernie4_5_moe() -> Any:
+    """The correction bias of a router lies one module deeper in memory than on disk."""
+    changes = {"num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
+    changes |= {"moe_intermediate_size": INTERMEDIATE, "moe_layer_start_index": 1}
+    config = Ernie4_5_MoeConfig(**{**SIZES, **changes, "experts_implementation": "eager"})
+    return Ernie4_5_MoeForCausalLM(config)
+
+
+def qwen3_5() -> Any:
+    """A model of text alone; on the hub it is the language model of one that sees."""
+    changes = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **changes))
+
+
 def gpt_oss() -> Any:
     """Experts lie transposed, with gate and up interleaved: in memory and on disk alike."""
     return GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, num_local_experts=4, sliding_window=8))
@@ -163,6 +187,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "minimax-m2": minimax_m2,
     "deepseek-v3": deepseek_v3,
     "glm4-moe": glm4_moe,
+    "ernie4.5-moe": ernie4_5_moe,
+    "qwen3.5": qwen3_5,
     "gpt-oss": gpt_oss,
     "llama4": llama4,
     **served_vision.MODELS,

@@ -75,7 +75,7 @@ def test_the_form_of_the_hub_is_the_same_model(served_checkpoints: Path, name: s
     assert unequal(model.state_dict(), trained(served_checkpoints, name)) == set()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llava", "llava-next"])
+@pytest.mark.parametrize("name", ["gemma3", "llava", "llava-next", "qwen3.5"])
 def test_a_model_from_the_hub_is_saved_as_on_the_hub(served_checkpoints: Path, name: str, tmp_path: Path) -> None:
     """What was lost in loading comes back in saving."""
     hub = saved(served_checkpoints, f"{name}-hub")
