@@ -8,7 +8,6 @@ their rows. Nothing here touches a byte of a tensor.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -280,9 +279,7 @@ def faults(
     """
     found = Findings()
     for group in (targets, *beside):
-        for name, times in Counter(target.name for target in group).items():
-            if times > 1:
-                found.group("target-twice", f"{times} tensors would be written under one name", name)
+        _check_names(group, found)
     targets = [*targets, *(target for group in beside for target in group)]
     for target in targets:
         _check_target(target, sources, found)
@@ -299,6 +296,16 @@ def faults(
         for fault in tiling_faults(tensor.shape, used[name]) if name in used else ():
             found.group("not-once", f"not written exactly once: {fault}", name)
     return list(found.all())
+
+
+def _check_names(targets: Iterable[Target], found: Findings) -> None:
+    by_name: dict[str, list[str]] = {}
+    for target in targets:
+        by_name.setdefault(target.name, []).append(target.parts[0].source if target.parts else "")
+    for name, sources in by_name.items():
+        if len(sources) > 1:
+            others = listing([source for source in sources if source != name] or sources)
+            found.group("target-twice", f"{len(sources)} tensors would be written under one name ({others})", name)
 
 
 def _check_fusions(

@@ -68,7 +68,8 @@ def _checked(options: Options) -> Options:
 
 
 def _reference(options: Options) -> Reference | None:
-    return None if options.like is None else as_mapped(read_reference(model_directory("--like", options.like)))
+    given = options.like
+    return None if given is None else as_mapped(read_reference(model_directory("--like", given), given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,6 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         notes=(*opened.notes, *checked.notes),
         bytes_read=sum(opened.tensors[name].nbytes for name in {p.source for t in written for p in t.parts}),
         bytes_written=plan.nbytes,
-        like=options.like,
+        names=draft.names,
         options=options,
     )

@@ -23,8 +23,9 @@ from ckpttool.export.config import QUANTIZATION, Edits, ModelConfig
 from ckpttool.export.outputs import main_dtype
 from ckpttool.export.precision import is_kept
 from ckpttool.formats.folding import folded
-from ckpttool.naming.matching import Allowed
+from ckpttool.naming.matching import Allowed, Match
 from ckpttool.naming.reference import Reference
+from ckpttool.naming.reporting import Names, prefixed
 from ckpttool.plan import Dropped, Target, faults
 from ckpttool.reading import Reader
 from ckpttool.tensors import CASTABLE, DTYPE_BITS, TensorInfo
@@ -45,6 +46,7 @@ class Draft:
     edits: Edits
     config: ModelConfig
     value_head: int
+    names: Names | None
     orders: tuple[str, ...]
     confirmed: bool
     problems: tuple[Problem, ...]
@@ -70,12 +72,12 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
         refuse_if_any(opened, family, doubts, listed(mapped), fitting=fitting)
     if mapped.undecided:
         raise _undecided(opened, mapped)
-    tie = _tie(mapped, opened, head.config, options)
+    tie, unlike = _tie(mapped, opened, head.config, options), Match()
     refuse_if_any(opened, family, [problem for problem in tie.problems if problem.code in _MISSING])
     _drop_head(mapped, tie)
     if like is not None and not tie.problems:
         allowed = Allowed(options.allow_missing, options.allow_extra)
-        refuse_unlike(opened, family, mapped, like, model, mtp=options.mtp, allowed=allowed)
+        unlike = refuse_unlike(opened, family, mapped, like, model, mtp=options.mtp, allowed=allowed)
     targets = _named(_with_dtypes(mapped.targets, like, options), like)
     notes += [Problem(code="tied", message=note, severity="note") for note in tie.notes]
     return Draft(
@@ -86,6 +88,7 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
         edits=_edits(opened.config, family, tie, head, targets, options),
         config=head.config,
         value_head=mapped.value_head,
+        names=None if like is None else prefixed(like, mapped.targets, unlike),
         orders=orders,
         confirmed=all(name in run.values for name in ("num_attention_heads", "num_query_groups")),
         problems=(*tie.problems, *faults(targets, mapped.dropped, opened.tensors)),

@@ -63,4 +63,3 @@ class Conversion(Export):
     heads: str
     row_order: tuple[str, ...]
     skipped: Mapping[str, Skipped] = field(default_factory=dict)
-    like: str | None = None

@@ -51,7 +51,10 @@ def model_directory(option: str, given: str) -> Path:
             f"{option} {given}: no such directory, and nothing is downloaded",
             hint=f"If it is a model of the hub, its small files suffice: {local}",
         )
-    require_directory(path)
+    try:
+        require_directory(path)
+    except NotACheckpoint as error:
+        raise NotACheckpoint(f"{option} {error.message}", hint=error.hint) from error
     return path
 
 

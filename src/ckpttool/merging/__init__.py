@@ -47,7 +47,7 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
     folders, notes = find_folders(path, output, options)
 
     def prepare() -> Prepared[Merge]:
-        like = None if options.like is None else read_reference(model_directory("--like", options.like))
+        like = _reference(options)
         opened = open_save(folders, notes, options)
         check_outside(output, [*opened.around, *([Path(like.path)] if like is not None else [])])
         weights = _weights(opened, options)
@@ -61,6 +61,11 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
         )
 
     return run(output, folders, options, prepare, ready, started)
+
+
+def _reference(options: Options) -> Reference | None:
+    given = options.like
+    return None if given is None else read_reference(model_directory("--like", given), given)
 
 
 def _weights(opened: Opened, options: Options) -> Weights:
@@ -164,8 +169,12 @@ def _notes(
 
 def _unlike(opened: Opened, draft: planning.Draft) -> Unmapped:
     """Return the error for everything that does not match the reference."""
+    theirs, ours = draft.unlike.of, next(iter(opened.config.model_types if opened.config is not None else ()), None)
+    why = [*draft.unlike.sizes]
+    if theirs is not None and ours is not None and theirs != ours:
+        why.insert(0, f"the reference is a {theirs}, the checkpoint a {ours}")
     error = Unmapped(
-        f"{opened.source.root}: is not as the reference is; nothing was written",
+        f"{opened.source.root}: is not as the reference is{': ' if why else ''}{'; '.join(why)}; nothing was written",
         hint="What may be missing or extra all the same is allowed by name: --allow-missing NAME, --allow-extra NAME.",
         code=draft.unlike.problems[0].code,
         problems=draft.unlike.problems,

@@ -48,11 +48,12 @@ def draft(weights: Weights, tie: Tie, like: Reference | None, sizes: Sizes, opti
     adapters = tuple(_adapter_file(file, weights, options) for file in weights.files)
     beside = [file.targets for file in adapters]
     wrong = faults(targets, dropped, weights.sources, weights.fusions, beside)
-    problems = (*tie.problems, *followed.problems, *wrong)
+    problems = (*tie.problems, *wrong)
     unlike, names = Match(), None
     if like is not None:
         allowed = Allowed(options.allow_missing, options.allow_extra)
         unlike = match(targets, like, like.wanted, allowed)
+        unlike = replace(unlike, problems=(*followed.problems, *unlike.problems))
         names = names_told(like, followed, targets, unlike)
     return Draft(targets, adapters, dropped, tie, problems, unlike, names)
 

@@ -9,11 +9,12 @@ from ckpttool.errors import Problem
 from ckpttool.export.config import ModelConfig
 from ckpttool.naming import experts
 from ckpttool.naming.following import Sizes
-from ckpttool.naming.rules import TURNED_ON_HUB, served, style_of
+from ckpttool.naming.rules import MIXTRAL_EXPERTS, TURNED_ON_HUB, served, style_of
 from ckpttool.tensors import TensorInfo
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
-_INNER = ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size")
+_INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
+_EXPERTS = ("n_routed_experts", "moe_num_experts", "num_experts", "num_local_experts")
 
 
 def sizes_of(config: ModelConfig | None) -> Sizes:
@@ -21,7 +22,11 @@ def sizes_of(config: ModelConfig | None) -> Sizes:
     if config is None:
         return Sizes()
     parts = [config.values, *config.text_parts()]
-    return Sizes(config.model_types, _numbers(parts, _HIDDEN), _numbers(parts, _INNER))
+    style = style_of(config.model_types)
+    local = style is not None and style.experts == MIXTRAL_EXPERTS  # these have the other name as an alias
+    counts = _EXPERTS[::-1] if local else _EXPERTS
+    inner, many = (next(filter(None, (_numbers(parts, [name]) for name in names)), None) for names in (_INNER, counts))
+    return Sizes(config.model_types, _numbers(parts, _HIDDEN), inner or frozenset(), many or frozenset())
 
 
 def _numbers(parts: Iterable[Mapping[str, Any]], names: Iterable[str]) -> frozenset[int]:
@@ -42,7 +47,8 @@ def served_note(tensors: Mapping[str, TensorInfo], config: ModelConfig | None) -
         ways.append(f"{changed[0]} is {changed[1]} there")
     if packed is not None and style.experts is not None:
         ways.append("experts are one tensor each, not packed")
-    if packed is not None and any(kind in TURNED_ON_HUB for kind in kinds):
+    turned = packed is not None and any(kind in TURNED_ON_HUB for kind in kinds)
+    if turned and _is_as_trained(tensors, sizes_of(config)):
         ways.append("packed experts have their last two axes exchanged")
     if ways:
         yield Problem(
@@ -52,3 +58,12 @@ def served_note(tensors: Mapping[str, TensorInfo], config: ModelConfig | None) -
             f"{'; '.join(ways)}",
             hint="To write those: --like MODEL, the directory of the base model (its small files suffice).",
         )
+
+
+def _is_as_trained(tensors: Mapping[str, TensorInfo], sizes: Sizes) -> bool:
+    """Tell whether packed experts lie as they do in memory: the first whose shape shows it decides."""
+    for name, tensor in tensors.items():
+        packed = experts.packed(name)
+        if packed is not None and len(tensor.shape) == 3 and tensor.shape[1] != tensor.shape[2]:
+            return tensor.shape[2 if packed.projection == experts.GATE_UP else 1] in sizes.hidden
+    return True

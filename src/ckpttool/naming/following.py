@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpttool.errors import Problem
@@ -26,11 +27,15 @@ STATED = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a configuration says of a model: its types, its width, how wide experts are. Empty where it says nothing."""
+    """What a configuration says of a model: its types, its width, how wide and how many experts are.
+
+    Empty where it says nothing; several where it says several things.
+    """
 
     types: tuple[str, ...] = ()
     hidden: frozenset[int] = frozenset()
     inner: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -118,79 +123,91 @@ class _Follower:
     def _as_packed(self, tensor: TensorInfo, candidate: Candidate) -> None:
         """Packed here and there: with the last two axes as the reference has them."""
         target, rules = whole(tensor, candidate.name), candidate.rules
-        if self._is_turned(tensor.shape, candidate.name):
+        if self._is_turned(tensor.name, tensor.shape, candidate.name):
             e, rows, columns = tensor.shape
             how = Arrangement((e, rows, columns), (0, 2, 1), 1)
             target = replace(target, shape=(e, columns, rows), arrangement=how)
             rules = (*rules, TURNED)
         self._add(tensor.name, target, rules)
 
-    def _is_turned(self, shape: Index, name: str) -> bool:
-        """Tell whether packed experts of this shape, untwisted, lie the other way round in the reference.
+    def _is_turned(self, mine: str, shape: Index, theirs: str) -> bool:
+        """Tell whether packed experts of this shape lie the other way round in the reference.
 
-        Square ones are decided by the other projection of the same layer, which is not square then.
+        Square ones do not show it: the other projection of the same layer does, which is not square then.
         """
         if not any(kind in TURNED_ON_HUB for kind in self._sizes.types):
             return False  # another shape is told as one that disagrees
-        there = self._reference.shape(name)
-        if there is None:
+        known = self._reference.shape(theirs)
+        if known is not None and known not in (shape, (shape[0], shape[2], shape[1])):
+            return False
+        if known is None:
             raise _Misfit(f"{self._sizes.types[0]}: whether experts are turned is not in an index; headers are needed")
-        if shape[1] != shape[2]:
-            return there != shape and there == (shape[0], shape[2], shape[1])
+        here = self._is_upright(mine, lambda name: self._tensors[name].shape if name in self._tensors else None)
+        there = self._is_upright(theirs, self._reference.shape)
+        if here is None:
+            here = self._sizes.hidden.issuperset(shape[2:])
+        if there is None:
+            raise _Misfit("whether experts are turned in the reference does not show in its shapes")
+        return here != there
+
+    def _is_upright(self, name: str, shape_of: Callable[[str], Index | None]) -> bool | None:
+        """Tell whether packed experts lie ``[E, 2I, H]`` and ``[E, H, I]``, by the width of the model; ``None`` if not.
+
+        Both projections of a layer have to say the same; square ones say nothing.
+        """
         packed = experts.packed(name)
         assert packed is not None
-        other = experts.DOWN if packed.projection == experts.GATE_UP else experts.GATE_UP
-        sibling = self._reference.shape(f"{packed.prefix}{other}")
-        width = self._inner(packed, shape)
-        upright = (shape[0], shape[1], width) if other == experts.DOWN else (shape[0], 2 * shape[2], shape[1])
-        if sibling == upright:
-            return False
-        if sibling == (upright[0], upright[2], upright[1]):
-            return True
-        raise _Misfit("square: which axis is which does not show in the reference")
-
-    @staticmethod
-    def _inner(packed: Packed, shape: Index) -> int:
-        return shape[1] // 2 if packed.projection == experts.GATE_UP else shape[2]
+        said = set()
+        for projection, axis in ((experts.GATE_UP, 2), (experts.DOWN, 1)):
+            shape = shape_of(f"{packed.prefix}{projection}")
+            if shape is not None and len(shape) == 3 and shape[1] != shape[2]:
+                said |= {shape[axis] in self._sizes.hidden} if self._sizes.hidden.intersection(shape[1:]) else set()
+        return said.pop() if len(said) == 1 else None
 
     def _one_by_one(
         self, tensor: TensorInfo, name: Packed, naming: tuple[str, str, str], rules: tuple[str, ...]
     ) -> None:
         """Packed here, one by one there."""
         e, rows, columns = tensor.shape
-        self._check_upright(tensor.shape, name, self._reference.shape(name.single(naming, 0, 0)))
+        self._check_upright(tensor.shape, name)
         count = rows // name.halves
+        one = self._reference.shape(name.single(naming, 0, 0))
+        if one is not None and one != (count, columns):
+            text = f"{list(tensor.shape)} here, each {list(one)} in the reference"
+            self._misfits.group("shapes-disagree", text, tensor.name)
         for expert in range(e):
             for half in range(name.halves):
                 part = Rows(tensor.name, half * count, count, (expert,))
                 new = name.single(naming, expert, half)
                 self._add(tensor.name, Target(new, tensor.dtype, (count, columns), (part,)), (*rules, ONE_BY_ONE))
 
-    def _check_upright(self, shape: Index, name: Packed, one: Index | None) -> None:
-        """Raise unless packed experts lie as the rule says, by the shape of ``one`` in the reference and the config."""
+    def _check_upright(self, shape: Index, name: Packed) -> None:
+        """Raise unless packed experts lie as the rule says, as far as the configuration shows."""
         kind = self._sizes.types[0] if self._sizes.types else "this model"
         if any(kind in TURNED_IN_MEMORY for kind in self._sizes.types):
             raise _Misfit(f"{kind} packs experts [E, H, 2I]; by halves of rows they are not taken apart")
         if shape[1] % name.halves:
             raise _Misfit(f"{list(shape)}: an odd number of rows is no gate and up")
-        if one is not None and one != (shape[1] // name.halves, shape[2]):
-            raise _Misfit(f"{list(shape)} here, each {list(one)} in the reference")
         width = shape[2] if name.projection == experts.GATE_UP else shape[1]
         inner = shape[1] // 2 if name.projection == experts.GATE_UP else shape[2]
-        if self._sizes.hidden and width not in self._sizes.hidden:
-            raise _Misfit(f"{list(shape)}, but config.json has the width {sorted(self._sizes.hidden)[0]}")
-        if self._sizes.inner and inner not in self._sizes.inner:
-            raise _Misfit(f"{list(shape)}, but config.json has no experts of width {inner}")
+        for what, found, said in (
+            ("a width of", width, self._sizes.hidden),
+            ("experts of width", inner, self._sizes.inner),
+            ("experts, as many as", shape[0], self._sizes.experts),
+        ):
+            if said and found not in said:
+                numbers = " and ".join(map(str, sorted(said)))
+                raise _Misfit(f"{list(shape)}, but config.json has {what} {numbers}")
         style = style_of(self._sizes.types)
         if shape[1] == shape[2] and (style is None or style.experts is None):
             raise _Misfit(f"{list(shape)}: of {kind} it is not known which axis is which")
 
     def _singles(self, prefix: str, group: Mapping[int, list[str]]) -> None:
         """One by one here: renamed, or packed."""
-        naming = experts.naming_of(prefix, self._tensors)
+        naming = next(one.naming for names in group.values() for one in map(experts.single, names) if one)
         for candidate in self._candidates(f"{prefix}{experts.GATE_UP}"):
             there = experts.packed(candidate.name)
-            if there is None or naming is None:
+            if there is None:
                 continue
             theirs = experts.naming_of(there.prefix, self._reference.tensors)
             if theirs is not None:
@@ -231,8 +248,9 @@ class _Follower:
             try:
                 target = self._joined(names, mine, f"{there}{projection}")
             except _Misfit as misfit:
+                if str(misfit):
+                    self._misfits.group("shapes-disagree", str(misfit), f"{prefix}{projection}")
                 for name in present:
-                    self._misfits.group("shapes-disagree", str(misfit), name)
                     self._add(name, whole(self._tensors[name]), ())
                 continue
             self._found.targets.append(target)
@@ -243,18 +261,22 @@ class _Follower:
     def _joined(self, names: list[str], name: Packed, new: str) -> Target:
         """Return the packed target of experts; raises :class:`_Misfit` where one lacks or is of another shape."""
         lacking = [one for one in names if one not in self._tensors]
-        if lacking:
-            raise _Misfit(f"cannot be packed without {lacking[0]}")
-        parts = [self._tensors[one] for one in names]
-        shapes, dtypes = {part.shape for part in parts}, {part.dtype for part in parts}
-        if len(shapes) != 1 or len(dtypes) != 1 or len(parts[0].shape) != 2:
-            raise _Misfit("cannot be packed: not all experts have one shape and dtype")
-        rows, columns = parts[0].shape
+        for one in lacking:
+            self._misfits.group("expert-missing", "cannot be packed without it", one)
+        parts = [self._tensors[one] for one in names if one in self._tensors]
+        (shape_, dtype), _ = Counter((part.shape, part.dtype) for part in parts).most_common(1)[0]
+        others = [part for part in parts if (part.shape, part.dtype) != (shape_, dtype)]
+        for part in others:
+            text = f"{list(part.shape)} {part.dtype}, where the other experts are {list(shape_)} {dtype}"
+            self._misfits.group("shapes-disagree", text, part.name)
+        if lacking or others or len(shape_) != 2:
+            raise _Misfit
+        rows, columns = shape_
         shape = (len(names) // name.halves, name.halves * rows, columns)
-        self._check_upright(shape, name, None)
+        self._check_upright(shape, name)
         order: Index = (0, 1, 2)
-        if self._is_turned(shape, new):
+        if self._is_turned(f"{name.prefix}{name.projection}", shape, new):
             order = (0, 2, 1)
         how = Arrangement(shape, order, 2)
         rows_of = tuple(Rows(part.name, 0, rows) for part in parts)
-        return Target(new, parts[0].dtype, tuple(shape[axis] for axis in order), rows_of, how)
+        return Target(new, dtype, tuple(shape[axis] for axis in order), rows_of, how)

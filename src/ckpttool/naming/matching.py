@@ -26,12 +26,18 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Names that only the reference has or only the output, those of them that are allowed, and what is wrong."""
+    """Names that only the reference has or only the output, those of them that are allowed, and what is wrong.
+
+    ``sizes`` say in words where the two are of another size: that is what all else comes from; ``of`` is the model type
+    of the reference.
+    """
 
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     allowed: tuple[str, ...] = ()
     other_shapes: dict[str, list[str]] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
+    of: str | None = None
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -62,9 +68,9 @@ def match(targets: Iterable[Target], like: Reference, wanted: Iterable[str], all
         *_folded("not-in-reference", "not in the reference", extra, hint or where),
         *(Problem(code="shapes-disagree", message=f"{text}: {_together(names)}") for text, names in others.items()),
     ]
-    if found:
-        found[:0] = _counts(like.tensors, written)
-    return Match(tuple(missing), tuple(extra), (*lacking, *surplus), others, tuple(found))
+    sizes = tuple(_counts(like.tensors, written)) if found else ()
+    found[:0] = [Problem(code="reference-disagrees", message=text) for text in sizes]
+    return Match(tuple(missing), tuple(extra), (*lacking, *surplus), others, sizes, like.model_type, tuple(found))
 
 
 def _sorted_out(names: Sequence[str], patterns: Sequence[str], option: str) -> tuple[list[str], list[str]]:
@@ -77,8 +83,25 @@ def _sorted_out(names: Sequence[str], patterns: Sequence[str], option: str) -> t
     return [name for name in names if name not in set(good)], good
 
 
+_RANGES = re.compile(r"\[(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\]")
+"""Numbers as they are folded in what is told: ``[0-3,7]``."""
+
+
 def _fits(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, re.sub(r"[\[?]", lambda found: f"[{found[0]}]", pattern))
+    """Tell whether a name is meant: as it is, by ``*``, ``?`` and ``[ab]``, or folded as problems are told."""
+    if name == pattern or fnmatchcase(name, pattern):
+        return True
+    parts = _RANGES.split(pattern)
+    if len(parts) == 1:
+        return False
+    texts = (re.escape(text).replace(r"\*", ".*").replace(r"\?", ".") for text in parts[::2])
+    found = re.fullmatch(r"(\d{1,9})".join(texts), name)
+    return found is not None and all(map(_is_in, map(int, found.groups()), parts[1::2]))
+
+
+def _is_in(number: int, spans: str) -> bool:
+    ends = (span.split("-") for span in spans.split(","))
+    return any(int(span[0]) <= number <= int(span[-1]) for span in ends)
 
 
 def _together(names: Iterable[str]) -> str:
@@ -91,11 +114,10 @@ def _folded(code: str, what: str, names: Iterable[str], hint: str) -> Iterator[P
         yield Problem(code=code, message=f"{what}{times}: {text}", hint=hint)
 
 
-def _counts(theirs: Iterable[str], ours: Iterable[str]) -> Iterator[Problem]:
+def _counts(theirs: Iterable[str], ours: Iterable[str]) -> Iterator[str]:
     """Yield where a reference is of another size: that is what all the other lines come from."""
     theirs, ours = list(theirs), list(ours)
     for what, prefix in _COUNTED.items():
         there, here = numbered(theirs, prefix), numbered(ours, prefix)
         if there and here and there != here:
-            message = f"the reference has {len(there)} {what}, the checkpoint {len(here)}"
-            yield Problem(code="reference-disagrees", message=message)
+            yield f"the reference has {len(there)} {what}, the checkpoint {len(here)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused
 from ckpttool.formats import hf
 from ckpttool.formats.findings import counted
+from ckpttool.formats.hf import CONFIG
 from ckpttool.formats.jsonfile import INDEX_MOST, read_object
 from ckpttool.tensors import CASTABLE, Index
 
@@ -31,6 +32,7 @@ class Reference:
     path: str
     tensors: Mapping[str, tuple[str, Index] | None]
     renamed: Mapping[str, str] = field(default_factory=dict)
+    model_type: str | None = None
 
     def dtype(self, name: str) -> str | None:
         """Return the plain floating dtype that a tensor has there, if it has one."""
@@ -52,8 +54,8 @@ class Reference:
         return name in self.tensors or any(f"{name}{suffix}" in self.tensors for suffix in ("_blocks", "_packed"))
 
 
-def read_reference(folder: Path) -> Reference:
-    """Read the index and the headers of a model directory; no weight is read.
+def read_reference(folder: Path, given: str) -> Reference:
+    """Read the index and the headers of a model directory, ``given`` by the user as this; no weight is read.
 
     Raises :class:`NotACheckpoint` for a directory without either.
     """
@@ -70,17 +72,25 @@ def read_reference(folder: Path) -> Reference:
             unread.append(error)
     if unread and (read or not tensors):
         raise BrokenCheckpoint(
-            f"--like {folder}: of {counted(len(files), 'file')} of weights, {len(unread)} cannot be read",
+            f"--like {given}: of {counted(len(files), 'file')} of weights, {len(unread)} cannot be read",
             hint="Take the reference whole, or only its config and index: then every tensor keeps its own dtype.",
             code="reference-broken",
             problems=[Problem(code=error.code, message=error.message) for error in unread],
         )
     if not tensors:
         raise NotACheckpoint(
-            f"--like {folder}: neither an index nor weights in it",
+            f"--like {given}: neither an index nor weights in it",
             hint="Give the directory of a model as it is on the hub; its index and headers suffice.",
         )
-    return Reference(str(folder), tensors)
+    return Reference(str(folder), tensors, model_type=_model_type(folder))
+
+
+def _model_type(folder: Path) -> str | None:
+    try:
+        said = read_object(folder / CONFIG).get("model_type") if (folder / CONFIG).is_file() else None
+    except BrokenCheckpoint:
+        return None
+    return said if isinstance(said, str) else None
 
 
 def as_mapped(reference: Reference) -> Reference:

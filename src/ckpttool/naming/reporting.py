@@ -44,16 +44,28 @@ _KINDS = {ONE_BY_ONE: "split", PACKED: "joined", TURNED: "turned"}
 
 def names_told(like: Reference, followed: Followed, targets: Sequence[Target], unlike: Match) -> Names:
     """Tell what rules did to which names, and what is missing or extra and was allowed."""
+    return _names(like, followed, {target.name for target in targets}, unlike)
+
+
+def _names(like: Reference, followed: Followed, written: set[str], unlike: Match) -> Names:
     moved = {target for pairs in followed.pairs.values() for _, target in pairs}
-    allowed = set(unlike.allowed)
-    written = {target.name for target in targets}
     return Names(
         like=like.path,
         rules=tuple(_told(rule, pairs) for rule, pairs in followed.pairs.items()),
         as_they_are=len(written - moved),
         missing=tuple(name for name in unlike.allowed if name not in written),
-        extra=tuple(name for name in allowed & written),
+        extra=tuple(name for name in unlike.allowed if name in written),
     )
+
+
+def prefixed(like: Reference, targets: Sequence[Target], unlike: Match) -> Names:
+    """Tell the same of targets that a weight map has named, for a reference with another prefix."""
+    found = Followed()
+    for target in targets:
+        if target.name in like.renamed:
+            found.pairs.setdefault("prefix", []).append((target.name, like.renamed[target.name]))
+    renamed = [like.renamed.get(target.name, target.name) for target in targets]
+    return _names(like, found, set(renamed), unlike)
 
 
 def _told(rule: str, pairs: Sequence[tuple[str, str]]) -> Rule:

@@ -94,6 +94,22 @@ def changes(result: Export, why_kept: str, *, verbose: bool) -> Iterator[tuple[s
         yield "not cast", f"{names(result.kept, verbose)} ({why_kept})"
 
 
+def named(result: Export, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield what was done to match a reference: one line a rule, and what does not match and was allowed."""
+    found = result.names
+    if found is None:
+        return
+    yield "like", f"{shown_path(found.like)}; {plural(found.as_they_are, 'name')} as they are"
+    for rule in found.rules:
+        stated = f" ({rule.stated})" if rule.stated else ""
+        counts = plural(rule.tensors, "tensor") + (f" into {rule.targets:,}" if rule.targets != rule.tensors else "")
+        yield rule.kind, f"{counts} by {rule.rule}{stated}"
+        yield "", f"{names(rule.sources, verbose)} to {names(rule.names, verbose)}"
+    for word, every in (("missing", found.missing), ("extra", found.extra)):
+        if every:
+            yield word, f"{names(every, verbose)}: allowed by --allow-{word}"
+
+
 def left_out(result: Export, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield what is not written, by reason."""
     by_reason: dict[str, list[str]] = {}
