@@ -232,5 +232,6 @@ def test_a_causal_model_without_a_head(tmp_path: Path) -> None:
     assert codes(error) == ["head-missing"]
     write_config(tmp_path / "role", {**QWEN2, "architectures": ["Qwen2Model"]})
     merge(tmp_path / "role", tmp_path / "base", Options())
-    write_config(tmp_path / "role", {**QWEN2, "architectures": ["Qwen2ForTokenClassification"]})
-    merge(tmp_path / "role", tmp_path / "critic", Options())
+    critic = {**QWEN2, "architectures": ["Qwen2ForTokenClassification"]}
+    write_role(tmp_path / "scored", {**weights, "score.weight": torch.ones(1, 4)}, config=critic)
+    merge(tmp_path / "scored", tmp_path / "critic", Options())

@@ -242,6 +242,34 @@ def test_a_family_without_a_class_that_classifies(tmp_path: Path) -> None:
     assert config_of(role.output)["architectures"] == ["MyGlm4MoeCritic"]
 
 
+@pytest.mark.parametrize(("family", "stem"), [("deepseek_v2", "DeepseekV2"), ("gemma3_text", "Gemma3Text")])
+def test_a_family_with_a_class_of_sequences_alone(family: str, stem: str, tmp_path: Path) -> None:
+    role = make(tmp_path, family)
+    role.state.pop(LM_HEAD, None)
+    role.state["score.weight"] = torch.randn(1, 32)
+    role.put_all({HEAD: role.state["score.weight"]})
+    done(role)
+    assert wrong(role) == set()
+    assert config_of(role.output)["architectures"] == [f"{stem}ForSequenceClassification"]
+    assert labels(role) == 1
+
+
+def test_a_config_without_architectures_gets_the_class_that_holds_the_head(tmp_path: Path) -> None:
+    role = value_head(tmp_path)
+    role.say(architectures=...)
+    result = done(role)
+    assert wrong(role) == set()
+    assert config_of(role.output)["architectures"] == ["LlamaForTokenClassification"]
+    assert "--architecture LlamaForSequenceClassification" in "".join(note.hint for note in result.notes)
+
+
+def test_a_bias_is_not_given_to_a_class_that_has_none(tmp_path: Path) -> None:
+    role = value_head(tmp_path)
+    role.put_all({BIAS: torch.tensor([0.25])})
+    problem = only(refused(role, architecture="LlamaForSequenceClassification"), "head-disagrees")
+    assert "LlamaForSequenceClassification has no score.bias" in problem.message
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_classifier_without_its_head(there: bool, tmp_path: Path) -> None:
     role = make(tmp_path)

@@ -44,4 +44,4 @@ MISTRAL = Family(name="mistral", title="Mistral", model_types=("mistral",), laye
 QWEN2 = Family(name="qwen2", title="Qwen2, Qwen2.5", model_types=("qwen2",), layer=_qwen2, proven=True)
 QWEN3 = Family(name="qwen3", title="Qwen3", model_types=("qwen3",), layer=_qwen3, proven=True)
 SEED_OSS = Family(name="seed_oss", title="Seed-OSS", model_types=("seed_oss",), layer=_seed_oss, proven=True)
-INTERNLM3 = Family(name="internlm3", title="InternLM3", model_types=("internlm3",), layer=_internlm3, classifies=False)
+INTERNLM3 = Family(name="internlm3", title="InternLM3", model_types=("internlm3",), layer=_internlm3)

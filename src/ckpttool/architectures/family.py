@@ -51,11 +51,10 @@ class Family:
 
     ``layer`` returns the table of a layer for a configuration; ``more`` yields blocks beside the layers (multi-token
     prediction). ``sizes`` adds to the fields that sizes are read from, ``optional`` to those that may be missing,
-    ``products`` and ``sums`` are those that follow from others. ``classifies`` is whether transformers has a class of
-    it with a head for the classification of tokens. ``groups_rows`` is whether rows of attention lie by query groups.
-    ``predicts`` is how many blocks of multi-token prediction transformers takes where the configuration does not say.
-    ``proven`` is whether a checkpoint that megatron-core wrote was converted and gave the logits of the model that
-    wrote it.
+    ``products`` and ``sums`` are those that follow from others. ``groups_rows`` is whether rows of
+    attention lie by query groups. ``predicts`` is how many blocks of multi-token prediction transformers takes where
+    the configuration does not say. ``proven`` is whether a checkpoint that megatron-core wrote was converted and gave
+    the logits of the model that wrote it.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Family:
     optional: Fields = field(default_factory=dict)
     products: Fields = field(default_factory=dict)
     sums: Fields = field(default_factory=dict)
-    classifies: bool = True
     gated_attention: bool = False
     groups_rows: bool = True
     predicts: int = 0

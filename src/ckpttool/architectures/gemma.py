@@ -41,6 +41,4 @@ def _gemma3(model: Model, _layer: int) -> Table:
 
 GEMMA = Family(name="gemma", title="Gemma", model_types=("gemma",), layer=_gemma)
 GEMMA2 = Family(name="gemma2", title="Gemma 2", model_types=("gemma2",), layer=_gemma2)
-GEMMA3 = Family(
-    name="gemma3_text", title="Gemma 3, text models", model_types=("gemma3_text",), layer=_gemma3, classifies=False
-)
+GEMMA3 = Family(name="gemma3_text", title="Gemma 3, text models", model_types=("gemma3_text",), layer=_gemma3)

@@ -131,7 +131,6 @@ DEEPSEEK_V2 = Family(
     optional={**_SHARED, "q_lora": ("q_lora_rank",)},
     sums=_LATENT_SUMS,
     groups_rows=False,
-    classifies=False,
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -155,5 +154,4 @@ GLM4_MOE = Family(
     more=partial(_prediction, _glm4_moe),
     sizes=_SIZES,
     optional=_SHARED,
-    classifies=False,
 )

@@ -14,6 +14,7 @@ from ckpttool.cli.options import (
     AllowExtra,
     AllowMissing,
     AllowOverflow,
+    Architecture,
     Color,
     DryRun,
     Dtype,
@@ -55,9 +56,7 @@ def to_hf(
     arch: Annotated[
         str | None, Option("--arch", metavar="NAME", help="Which weight map, whatever config.json says.")
     ] = None,
-    architecture: Annotated[
-        str | None, Option("--architecture", metavar="NAME", help="The class that config.json is to name.")
-    ] = None,
+    architecture: Architecture = None,
     producer: Annotated[
         str,
         Option(

@@ -12,6 +12,7 @@ from ckpttool.cli.options import (
     AllowExtra,
     AllowMissing,
     AllowOverflow,
+    Architecture,
     Color,
     DryRun,
     Dtype,
@@ -78,6 +79,7 @@ def merge_fsdp(
     allow_overflow: AllowOverflow = False,
     max_shard_size: MaxShardSize = "5GB",
     hf_config: HfConfig = None,
+    architecture: Architecture = None,
     untie: Annotated[
         bool,
         Option("--untie", help="lm_head has diverged from tied embeddings: write both, untie the config."),
@@ -117,8 +119,8 @@ def merge_fsdp(
     be there, every replicated tensor must be the same on all of them; names and dtypes stay those of training, or
     follow a base model (--like). Adapters are fused or written as you say (--lora). The output is complete or absent.
     Exit codes: 0 done, 2 wrong usage or a choice that is yours, 3 no FSDP shards or several directories of them, 4
-    broken or refused (all reasons are listed), 5 not as the reference is, or adapters that are no LoRA, 6 cannot write
-    there, 7 a file would run code.
+    broken or refused (all reasons are listed), 5 not as the reference is, adapters that are no LoRA, or a head that no
+    class holds, 6 cannot write there, 7 a file would run code.
     """
     session = ctx.obj
     session.begin("merge-fsdp", json=json, color=check_color(color))
@@ -150,6 +152,7 @@ def merge_fsdp(
         untie=untie,
         drop_lm_head=drop_lm_head,
         hf_config=None if hf_config is None else str(check_path(hf_config)),
+        architecture=architecture,
         max_shard_size=size_of("--max-shard-size", max_shard_size),
         threads=Options().threads if threads is None else count_of("--threads", threads),
         force=force,

@@ -64,6 +64,9 @@ MaxShardSize = Annotated[
 HfConfig = Annotated[
     str | None, Option("--hf-config", metavar="DIR", help="Where config, tokenizer and code are taken from.")
 ]
+Architecture = Annotated[
+    str | None, Option("--architecture", metavar="NAME", help="The class that config.json is to name.")
+]
 
 Like = Annotated[
     str | None,

@@ -60,9 +60,6 @@ def _checked(options: Options) -> Options:
     """Return options with torch's name of the dtype; raises :class:`UsageError` for a contradiction in them."""
     if options.allow_overflow and options.dtype is None and options.like is None:
         raise UsageError("--allow-overflow without --dtype or --like: nothing is cast")
-    name = options.architecture
-    if name is not None and not (name.isascii() and name.isidentifier()):
-        raise UsageError(f"--architecture {name!r}: no name of a class")
     check_names(options)
     return with_torch_dtype(options)
 

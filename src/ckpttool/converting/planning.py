@@ -11,13 +11,13 @@ from ckpttool.architectures.family import Family
 from ckpttool.architectures.model import NVIDIA, Model
 from ckpttool.architectures.rules import Contradiction
 from ckpttool.architectures.slots import Slot, take_apart
-from ckpttool.converting import heads, settings
+from ckpttool.converting import settings
 from ckpttool.converting.mapping import Mapped, counts, map_weights, predictions, without_mtp
 from ckpttool.converting.misfits import VISION, listed, misfits, of_vision, refuse_if_any, refuse_unlike
 from ckpttool.converting.opening import Opened
 from ckpttool.converting.result import AUTO, Options
 from ckpttool.errors import Problem, Unmapped, UsageError
-from ckpttool.export import ties
+from ckpttool.export import heads, ties
 from ckpttool.export.comparing import differing
 from ckpttool.export.config import QUANTIZATION, Edits, ModelConfig
 from ckpttool.export.outputs import main_dtype
@@ -65,7 +65,8 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
     refuse_if_any(opened, family, list(of_vision(vision)), {"unknown": [slot.stored_as for slot in vision]})
     mapped, disagreements = _mapped(opened.config, family, model, slots, run, like)
     mapped.dropped += left_out
-    head = heads.decide(mapped, opened.config, family, options.architecture)
+    shapes = {target.name: target.shape for target in mapped.targets}
+    head = heads.decide(shapes, opened.config, options.architecture)
     doubts = [*twice, *disagreements, *misfits(mapped), *head.problems]
     if doubts:
         fitting = _fitting(opened.config, slots, run) if mapped.missing or mapped.unknown else ()
@@ -92,7 +93,7 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
         orders=orders,
         confirmed=all(name in run.values for name in ("num_attention_heads", "num_query_groups")),
         problems=(*tie.problems, *faults(targets, mapped.dropped, opened.tensors)),
-        notes=(*notes, *run.notes(opened.config), *_about_mtp(model, opened.config)),
+        notes=(*notes, *head.notes, *run.notes(opened.config), *_about_mtp(model, opened.config)),
     )
 
 

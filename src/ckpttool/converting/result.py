@@ -15,8 +15,7 @@ AUTO = "auto"
 class Options(ExportOptions):
     """How to convert. ``like`` is the directory of a reference model, ``arch`` the name of a weight map.
 
-    ``architecture`` is the class that the config is made to name; ``mtp`` is whether blocks of multi-token prediction
-    are written.
+    ``mtp`` is whether blocks of multi-token prediction are written.
     """
 
     WORDS: ClassVar[tuple[str, ...]] = (
@@ -24,7 +23,6 @@ class Options(ExportOptions):
     )
 
     arch: str | None = None
-    architecture: str | None = None
     producer: str = AUTO
     mtp: bool = True
 

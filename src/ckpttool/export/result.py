@@ -17,7 +17,7 @@ _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """How to write. ``dtype`` is torch's name; sizes are in bytes."""
+    """How to write. ``dtype`` is torch's name; ``architecture`` is the class that the config is made to name."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("like", "dtype", "hf_config", "max_shard_size", "threads")
     SWITCHES: ClassVar[tuple[str, ...]] = ("allow_overflow", "untie", "drop_lm_head", "force")
@@ -29,6 +29,7 @@ class ExportOptions:
     untie: bool = False
     drop_lm_head: bool = False
     hf_config: str | None = None
+    architecture: str | None = None
     like: str | None = None
     allow_missing: tuple[str, ...] = ()
     allow_extra: tuple[str, ...] = ()

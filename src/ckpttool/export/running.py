@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from ckpttool.errors import NotACheckpoint, UsageError
 from ckpttool.export import outputs
+from ckpttool.export.heads import check_name
 from ckpttool.export.precision import DTYPES
 from ckpttool.export.result import Export, ExportOptions
 from ckpttool.export.writing import Ready, give_back, is_replaceable, write
@@ -33,6 +34,7 @@ def check_names(options: ExportOptions) -> None:
 
 def with_torch_dtype(options: Given) -> Given:
     """Return options with torch's name of the dtype; raises :class:`UsageError` for what no such command takes."""
+    check_name(options.architecture)
     if options.untie and options.drop_lm_head:
         raise UsageError("--untie and --drop-lm-head ask for opposite things")
     if options.dtype is None:

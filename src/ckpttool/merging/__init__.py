@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, Problem, Table, Unmapped, UsageError
-from ckpttool.export import outputs, ties
+from ckpttool.export import heads, outputs, ties
 from ckpttool.export.comparing import differing
-from ckpttool.export.config import Edits
 from ckpttool.export.running import Prepared, run
 from ckpttool.export.side_files import SideFiles
 from ckpttool.export.ties import Tie
@@ -38,8 +37,8 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
 
     ``ready`` is told how many bytes will be written and returns what is told of each part. With ``dry_run`` everything
     is checked and nothing is written. Raises :class:`BrokenCheckpoint` with all problems when the shards are not a
-    whole checkpoint or hold what is refused, :class:`Unmapped` for adapters, :class:`UsageError` for a choice that is
-    the user's, :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
+    whole checkpoint or hold what is refused, :class:`Unmapped` for adapters and for heads that no class holds,
+    :class:`UsageError` for a choice that is the user's, :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
     """
     started = time.monotonic()
     path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links
@@ -51,6 +50,7 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
         opened = open_save(folders, notes, options)
         check_outside(output, [*opened.around, *([Path(like.path)] if like is not None else [])])
         weights = _weights(opened, options)
+        opened, weights = _with_head(opened, weights, options)
         checked = _check(output, opened, weights, like, options)
         return Prepared(
             _result(output, opened, weights, checked, options),
@@ -76,6 +76,17 @@ def _weights(opened: Opened, options: Options) -> Weights:
     if options.lora is not None:
         raise UsageError(f"--lora {options.lora}: {opened.source.root} has no adapters")
     return plain_weights(opened.tensors)
+
+
+def _with_head(opened: Opened, weights: Weights, options: Options) -> tuple[Opened, Weights]:
+    """Return both with the class that holds the head: in the config, and in what is told."""
+    if not weights.model:
+        if options.architecture is not None:
+            raise UsageError(f"--architecture {options.architecture}: an adapter has no config.json to name it")
+        return opened, weights
+    shapes = {name: tensor.shape for name, tensor in weights.model.items()}
+    config, edits, notes = heads.settle(str(opened.source.root), shapes, opened.config, options.architecture)
+    return replace(opened, config=config, edits=edits), replace(weights, notes=(*weights.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +145,7 @@ def _plan(opened: Opened, weights: Weights, draft: planning.Draft, options: Opti
         draft.dropped,
         opened.config,
         opened.side,
-        Edits(untie=draft.tie.untie),
+        replace(opened.edits, untie=draft.tie.untie),
         most=options.max_shard_size,
         is_buffer=planning.buffers(weights.sources),
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, Problem, Severity, UsageError
-from ckpttool.export.config import ModelConfig, read_side_config
+from ckpttool.export.config import Edits, ModelConfig, read_side_config
 from ckpttool.export.running import check_names, with_torch_dtype
 from ckpttool.export.side_files import SideFiles, find_side_files
 from ckpttool.export.ties import Tie
@@ -30,7 +30,10 @@ from ckpttool.tensors import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The shards and what lies beside them; tensors by their names without the segments of wrappers."""
+    """The shards and what lies beside them; tensors by their names without the segments of wrappers.
+
+    ``edits`` are what the head that is stored wants changed in the config.
+    """
 
     source: fsdp.FsdpSource
     folders: tuple[Path, ...]
@@ -43,6 +46,7 @@ class Opened:
     stamps: Stamps
     divided: frozenset[str]
     base: Base | None = None
+    edits: Edits = field(default_factory=Edits)
 
     @property
     def around(self) -> tuple[Path, ...]:

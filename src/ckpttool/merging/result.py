@@ -28,7 +28,7 @@ class Options(ExportOptions):
 
     WORDS: ClassVar[tuple[str, ...]] = (
         *("world_size", "lora", "lora_alpha", "adapter_config", "base", "like", "dtype", "on_mismatch", "hf_config"),
-        *("max_shard_size", "threads"),
+        *("architecture", "max_shard_size", "threads"),
     )
     SWITCHES: ClassVar[tuple[str, ...]] = ("cast_buffers", "allow_overflow", "untie", "drop_lm_head", "force")
 
