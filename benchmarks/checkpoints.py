@@ -46,10 +46,19 @@ def windows(dtype: str) -> Callable[..., Any]:
     return window
 
 
-def qwen2_role(path: Path, *, layers: int, dtype: str, ranks: int = 4) -> int:
-    """Write FSDP2 shards of a Qwen2 of hidden size 2048 with random values, and return how many tensors it has."""
-    shapes = _qwen2_shapes(layers)
+RANK, ALPHA = 32, 64
+
+
+def qwen2_role(path: Path, *, layers: int, dtype: str, ranks: int = 4, lora: bool = False) -> int:
+    """Write FSDP2 shards of a Qwen2 of hidden size 2048 with random values, and return how many tensors it has.
+
+    With ``lora`` it is one of PEFT, with adapters on all linear layers.
+    """
+    shapes = _adapted(_qwen2_shapes(layers)) if lora else _qwen2_shapes(layers)
     _play(path, shapes, ranks, windows(dtype))
+    if lora:
+        meta = {"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"}
+        (path / "lora_train_meta.json").write_text(json.dumps(meta))
     config = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -129,6 +138,21 @@ def _qwen2_shapes(layers: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _adapted(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes under the names that PEFT gives them, with a pair of factors for each linear layer."""
+    adapted: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        module, _, field = name.rpartition(".")
+        if not module.endswith("_proj"):
+            adapted[f"base_model.model.{name}"] = shape
+            continue
+        adapted[f"base_model.model.{module}.base_layer.{field}"] = shape
+        if field == "weight":
+            adapted[f"base_model.model.{module}.lora_A.default.weight"] = (RANK, shape[1])
+            adapted[f"base_model.model.{module}.lora_B.default.weight"] = (shape[0], RANK)
+    return adapted
+
+
 def dcp_metadata(path: Path, *, ranks: int = 1024, chunks: int = 100_000) -> None:
     """Write a ``.metadata`` as a run of many ranks leaves it, with the plans of all of them."""
     from tests import builders
@@ -173,6 +197,8 @@ KINDS: Mapping[str, Callable[[Path], object]] = {
     "bf16": partial(qwen2_role, layers=24, dtype="bfloat16"),
     "bf16, four times the layers": partial(qwen2_role, layers=96, dtype="bfloat16"),
     "fp32": partial(qwen2_role, layers=10, dtype="float32"),
+    "bf16 with LoRA": partial(qwen2_role, layers=24, dtype="bfloat16", lora=True),
+    "bf16 with LoRA, four times the layers": partial(qwen2_role, layers=96, dtype="bfloat16", lora=True),
 }
 
 

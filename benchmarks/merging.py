@@ -20,6 +20,8 @@ from benchmarks.measure import Run, require_room, run, take_away
 FREE_GB = 25
 """What has to be free. The largest checkpoint and what is merged from it take 18 GB together."""
 FASTER_THAN_TORCH, PART_OF_TORCH_PEAK = 4.0, 0.1
+FUSED_FASTER = 2.0
+"""With adapters both sides multiply the same matrices, which takes the same time."""
 PEAK_MIB, GROWTH = 150.0, 1.1
 
 CAT = 'out=$1; shift; mkdir "$out" && cat "$@" >"$out/all" && sync "$out/all"'
@@ -35,6 +37,8 @@ class Case:
     copy: str
     script: str
     limit: float
+    lora: bool = False
+    faster: float = FASTER_THAN_TORCH
 
     @property
     def title(self) -> str:
@@ -44,11 +48,13 @@ class Case:
     def ours(self, ckpttool: str, role: Path, out: Path) -> list[str]:
         """Return the command that is measured."""
         dtype = ["--dtype", self.dtype] if self.dtype else []
-        return [ckpttool, "merge-fsdp", str(role), "-o", str(out), *dtype, "--no-progress"]
+        lora = ["--lora", "fuse"] if self.lora else []
+        return [ckpttool, "merge-fsdp", str(role), "-o", str(out), *lora, *dtype, "--no-progress"]
 
 
 SAME = Case("bf16", None, "cat and sync", CAT, 1.5)
 CAST = Case("fp32", "bf16", "cp and sync", COPY, 2.0)
+FUSED = Case("bf16 with LoRA", None, "cat and sync", CAT, 1.5, lora=True, faster=FUSED_FASTER)
 
 
 def measure(folder: Path, ckpttool: str, runs: int) -> bool:
