@@ -87,6 +87,13 @@ def write_config(role: Path, config: Mapping[str, Any], folder: str = "huggingfa
     return path
 
 
+def write_generation(folder: Path) -> Path:
+    """A `generation_config.json` as transformers writes it, which a model that writes text comes with."""
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 0}, indent=2) + "\n")
+    return path
+
+
 def config_of(output: Path) -> dict[str, Any]:
     """The config that lies in an output."""
     value = json.loads((output / "config.json").read_text())

@@ -11,9 +11,9 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from ckpttool.errors import BrokenCheckpoint, UsageError
-from ckpttool.export.families import TIED, UNTIED
+from ckpttool.formats.families import TIED, UNTIED
 from ckpttool.merging import Merge, Options, merge
-from tests.merged import QWEN2, config_of, tensors_in, unequal, write_role
+from tests.merged import QWEN2, config_of, tensors_in, unequal, write_generation, write_role
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLE = torch.randn(10, 4)
@@ -31,7 +31,9 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def merged(tmp_path: Path, weights: Mapping[str, torch.Tensor], said: dict[str, Any], **options: Any) -> Merge:
-    return merge(write_role(tmp_path / "role", weights, config=said), tmp_path / "out", Options(**options))
+    role = write_role(tmp_path / "role", weights, config=said)
+    write_generation(role / "huggingface")
+    return merge(role, tmp_path / "out", Options(**options))
 
 
 def refusal(tmp_path: Path, weights: Mapping[str, torch.Tensor], said: dict[str, Any], **options: Any) -> str:

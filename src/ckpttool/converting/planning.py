@@ -19,7 +19,7 @@ from ckpttool.converting.result import AUTO, Options
 from ckpttool.errors import Problem, Unmapped, UsageError
 from ckpttool.export import heads, ties
 from ckpttool.export.comparing import differing
-from ckpttool.export.config import QUANTIZATION, Edits, ModelConfig
+from ckpttool.export.config import Edits, ModelConfig, unquantised
 from ckpttool.export.outputs import main_dtype
 from ckpttool.export.precision import is_kept
 from ckpttool.formats.folding import folded
@@ -135,7 +135,7 @@ def _edits(
     config: ModelConfig, family: Family, tie: ties.Tie, head: heads.Head, targets: list[Target], options: Options
 ) -> Edits:
     fields = {**head.fields, **_no_mtp(config, family, options)}
-    return Edits(tie.untie, fields, {**head.removed, **_unquantised(targets)})
+    return Edits(tie.untie, fields, {**head.removed, **unquantised(targets)})
 
 
 def _model(
@@ -265,10 +265,3 @@ _MTP_FIELD = "num_nextn_predict_layers"
 def _no_mtp(config: ModelConfig, family: Family, options: Options) -> Mapping[str, tuple[int, str]]:
     said = config.values.get(_MTP_FIELD, family.predicts)
     return {_MTP_FIELD: (0, "--no-mtp")} if not options.mtp and said else {}
-
-
-def _unquantised(targets: list[Target]) -> Mapping[str, str]:
-    """Return what the config says of quantisation, which is wrong of weights that are not quantised."""
-    if any(target.dtype.startswith(("float8", "float4", "float6")) for target in targets):
-        return {}
-    return dict.fromkeys(QUANTIZATION, "the weights are not quantised")

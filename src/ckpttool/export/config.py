@@ -1,89 +1,36 @@
-"""``config.json``: what it says about the model, and the few words in it that a conversion changes."""
+"""``config.json``: the few words in it that a conversion changes, and where it is looked for."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem
-from ckpttool.formats.jsonfile import parse_object, read_raw
+from ckpttool.formats.hfconfig import (
+    CONFIG,
+    DTYPE_KEYS,
+    GENERATES,
+    QUANTIZATION,
+    TEXT,
+    TIE,
+    ModelConfig,
+    nested,
+    read_config,
+)
+from ckpttool.formats.quantised import Stored, is_quantised
 
-CONFIG = "config.json"
-TIE = "tie_word_embeddings"
-_DTYPE_KEYS = ("dtype", "torch_dtype")
-QUANTIZATION = ("quantization_config", "compression_config")
-"""Fields that say how weights are quantised."""
+__all__ = ["CONFIG", "GENERATES", "QUANTIZATION", "TIE", "Edits", "ModelConfig", "edited", "read_config"]
+__all__ += ["read_side_config", "unquantised"]
 
-_TEXT = ("text_config", "llm_config", "language_config", "decoder", "thinker_config", "text_cfg")
 _LITERAL = "\0"
 _ESCAPED = "\\u0000"
 _QUOTED_LITERAL = re.compile(r'"\\u0000([^"\\]*)\\u0000"')
 """Numbers with a fraction are carried through as they are written, marked by what hardly a config has."""
-
-GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
-"""How the names of classes end that write text, and so need a head over the vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A ``config.json`` as it lies on the disk. ``path`` says where; ``raw`` are its bytes."""
-
-    path: str
-    raw: bytes
-    values: Mapping[str, Any]
-
-    @property
-    def model_types(self) -> tuple[str, ...]:
-        """The model's type, then those of its text configurations."""
-        types = [part.get("model_type") for part in (self.values, *self.text_parts())]
-        return tuple(name for name in types if isinstance(name, str))
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """The classes that the model may be loaded as."""
-        names = self.values.get("architectures")
-        return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
-
-    @property
-    def dtype(self) -> str | None:
-        """The dtype that the weights are said to have, by torch's name."""
-        said = next((self.values[key] for key in _DTYPE_KEYS if self.values.get(key)), None)
-        return said.removeprefix("torch.") if isinstance(said, str) else None
-
-    @property
-    def generates(self) -> bool:
-        """Whether the model writes text, and so needs a head over the vocabulary."""
-        return any(name.endswith(GENERATES) for name in self.architectures)
-
-    @property
-    def vocab_sizes(self) -> frozenset[int]:
-        """Sizes of the vocabulary that it names."""
-        sizes = (part.get("vocab_size") for part in (self.values, *self.text_parts()))
-        return frozenset(size for size in sizes if type(size) is int)
-
-    @property
-    def said_ties(self) -> frozenset[bool]:
-        """What it says about tying, at the top and in text configurations; empty when it does not say."""
-        said = (part.get(TIE) for part in (self.values, *self.text_parts()))
-        return frozenset(value for value in said if isinstance(value, bool))
-
-    def text_parts(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the nested configurations of language models."""
-        yield from (part for name, part in _parts(self.values) if name in _TEXT)
-
-
-def read_config(folder: Path) -> ModelConfig | None:
-    """Read the ``config.json`` of a folder, ``None`` without one; :class:`BrokenCheckpoint` for a damaged one."""
-    path = folder / CONFIG
-    if not path.is_file():
-        return None
-    raw = read_raw(path)
-    return ModelConfig(str(path), raw, parse_object(raw, path.name))
 
 
 def read_side_config(folder: Path | None, *, given: bool) -> tuple[ModelConfig | None, tuple[Problem, ...]]:
@@ -106,15 +53,6 @@ def read_side_config(folder: Path | None, *, given: bool) -> tuple[ModelConfig |
     return None, (Problem(code="no-config", severity="note", message=message, hint=hint),)
 
 
-def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every nested configuration with its key, outer ones first."""
-    pending = [(name, value) for name, value in values.items() if isinstance(value, dict)]
-    while pending:
-        name, value = pending.pop(0)
-        yield name, value
-        pending += [(inner, part) for inner, part in value.items() if isinstance(part, dict)]
-
-
 @dataclass(frozen=True, slots=True)
 class Edits:
     """What a conversion changes in a config: ``untie`` makes it say that the head is no alias of the embeddings.
@@ -125,6 +63,11 @@ class Edits:
     untie: bool = False
     fields: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     removed: Mapping[str, str] = field(default_factory=dict)
+
+
+def unquantised(written: Iterable[Stored]) -> Mapping[str, str]:
+    """Return what is removed from the config of weights that are not quantised, each field with the reason."""
+    return {} if is_quantised(written) else dict.fromkeys(QUANTIZATION, "the weights are not quantised")
 
 
 def edited(config: ModelConfig, dtype: str | None, edits: Edits) -> tuple[bytes, tuple[str, ...]]:
@@ -157,21 +100,21 @@ def _set(values: dict[str, Any], edits: Edits) -> Iterator[str]:
             was = json.dumps(values[name]).replace(_ESCAPED, "") if name in values else "not there"
             values[name] = value
             yield f"{name}: {json.dumps(value)} (was {was}): {why}"
-    for name, part in [("", values), *list(_parts(values))]:
+    for name, part in [("", values), *list(nested(values))]:
         for gone, why in edits.removed.items():
             if part.pop(gone, None) is not None:
                 yield f"{f'{name}.' if name else ''}{gone}: removed, {why}"
 
 
 def _set_dtype(values: dict[str, Any], dtype: str) -> Iterator[str]:
-    if not any(key in values for key in _DTYPE_KEYS):
+    if not any(key in values for key in DTYPE_KEYS):
         recent = str(values.get("transformers_version", "")).startswith("5")
         key = "dtype" if recent else "torch_dtype"
         values[key] = dtype
         yield f"{key}: {dtype} (was not there)"
-    nested = [(name, part) for name, part in _parts(values) if name.endswith("config") and name not in QUANTIZATION]
-    for name, part in [("", values), *nested]:
-        for key in _DTYPE_KEYS:
+    inner = [(name, part) for name, part in nested(values) if name.endswith("config") and name not in QUANTIZATION]
+    for name, part in [("", values), *inner]:
+        for key in DTYPE_KEYS:
             wrong = key in part and str(part[key]).removeprefix("torch.") != dtype
             if wrong and (part is values or isinstance(part[key], str)):
                 yield f"{f'{name}.' if name else ''}{key}: {dtype} (was {part[key]})"
@@ -179,8 +122,8 @@ def _set_dtype(values: dict[str, Any], dtype: str) -> Iterator[str]:
 
 
 def _set_untied(values: dict[str, Any]) -> Iterator[str]:
-    nested = [(f"{name}.", part) for name, part in _parts(values) if name in _TEXT or TIE in part]
-    for name, part in [("", values), *nested]:
+    inner = [(f"{name}.", part) for name, part in nested(values) if name in TEXT or TIE in part]
+    for name, part in [("", values), *inner]:
         if part.get(TIE) is not False:
             yield f"{name}{TIE}: false (was {json.dumps(part[TIE]) if TIE in part else 'not there'})"
             part[TIE] = False

@@ -13,8 +13,8 @@ from ckpttool.errors import Problem, Unmapped, UsageError
 from ckpttool.export import classes
 from ckpttool.export.classes import ALL, BIAS, EACH
 from ckpttool.export.config import GENERATES, Edits, ModelConfig
-from ckpttool.export.ties import HEADS
 from ckpttool.formats.findings import listing
+from ckpttool.formats.hfconfig import HEADS
 
 CLASSIFIES = (EACH, ALL, "ForRewardModel", "RewardModel")
 """How the names of classes end that have a head which classifies or scores."""

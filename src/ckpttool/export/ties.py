@@ -5,17 +5,16 @@ Pure but for ``differs``, which compares the two tensors where both are there.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckpttool.errors import Problem
 from ckpttool.export.config import CONFIG, TIE, ModelConfig
-from ckpttool.export.families import TIED, UNTIED
+from ckpttool.formats.families import TIED, UNTIED
+from ckpttool.formats.hfconfig import HEADS, is_weight_of
 from ckpttool.plan import Dropped
 from ckpttool.tensors import TensorInfo
 
-HEADS = ("lm_head", "embed_out", "proj_out", "output_layer", "output")
 EMBEDDINGS = (
     "shared",
     "embed_tokens",
@@ -27,8 +26,6 @@ EMBEDDINGS = (
     "embedding",
 )
 ALIAS_RULE = "tied-alias"
-
-_OTHER_TOWERS = re.compile(r"(^|[._])(vision|visual|audio|speech|image|video|mtp)([._]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def decide(
 
 def heads_of(names: Iterable[str]) -> list[str]:
     """Return the names among these that a head over the vocabulary may have."""
-    return [name for name in names if _is_weight_of(name, HEADS)]
+    return [name for name in names if is_weight_of(HEADS, name)]
 
 
 def _find(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> _Pair:
@@ -107,19 +104,8 @@ def _find(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> _Pair:
 
 def _named(tensors: Mapping[str, TensorInfo], modules: tuple[str, ...]) -> list[str]:
     """Return weights of modules of these names, those of the language model's own top first."""
-    found = [name for name, tensor in tensors.items() if len(tensor.shape) == 2 and _is_weight_of(name, modules)]
+    found = [name for name, tensor in tensors.items() if len(tensor.shape) == 2 and is_weight_of(modules, name)]
     return sorted(found, key=lambda name: (modules.index(name.split(".")[-2]), name.count(".")))
-
-
-def _is_weight_of(name: str, modules: tuple[str, ...]) -> bool:
-    parts = name.split(".")
-    return (
-        len(parts) >= 2
-        and parts[-1] == "weight"
-        and parts[-2] in modules
-        and not _OTHER_TOWERS.search(name)
-        and not any(part.isdecimal() for part in parts)  # a layer's own projection
-    )
 
 
 def _is_tied(config: ModelConfig, pair: _Pair) -> tuple[bool | None, str]:
