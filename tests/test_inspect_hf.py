@@ -37,6 +37,7 @@ def sharded(tmp_path: Path) -> Path:
     """A model in two files with their index, by safetensors."""
     folder = tmp_path / "hf"
     write_json(folder / "config.json", CONFIG)
+    write_json(folder / "generation_config.json", {})
     for file, tensors in HALVES.items():
         save_file(tensors, folder / file, metadata={"format": "pt"})
     write_index(folder)
@@ -260,6 +261,7 @@ def test_weights_by_torch_save(tmp_path: Path, write: Callable[[Path, dict[str, 
     """pytorch_model.bin: the index of the zip is enough."""
     state = HALVES[FIRST] | HALVES[SECOND]
     write_json(tmp_path / "config.json", CONFIG)
+    write_json(tmp_path / "generation_config.json", {})
     write(tmp_path, state)
     found = inspect(tmp_path, tensors="*")
     assert (found.kind, found.state, found.problems) == ("huggingface", "complete", ())
@@ -342,7 +344,8 @@ def test_side_files_are_listed(sharded: Path) -> None:
     for name in ("tokenizer.json", "chat_template.jinja", "modeling_own.py", "vocab.txt"):
         (sharded / name).write_text("{}")
     (content,) = [c for c in inspect(sharded).contents if c.name == "side files"]
-    assert content.detail.endswith("chat_template.jinja, config.json, modeling_own.py, tokenizer.json, vocab.txt")
+    names = "chat_template.jinja, config.json, generation_config.json, modeling_own.py, tokenizer.json, vocab.txt"
+    assert content.detail.endswith(names)
 
 
 def test_the_module_tree_of_numbered_layers(sharded: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_second_copy_in_another_format_and_files_no_index_names(tmp_path: Path
     torch.save({"w1": torch.zeros(4)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     found = inspect(tmp_path)
     assert (found.state, found.parameters) == ("complete", 8)
-    assert {p.code for p in found.problems} == {"second-copy", "file-not-in-index"}
+    assert {p.code for p in found.problems} == {"second-copy", "file-not-in-index", "no-generation-config"}
 
 
 @pytest.mark.parametrize(("file", "content"), [("config.json", '{"a": 1}'), ("tokenizer.py", "x = 1")])

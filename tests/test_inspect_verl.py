@@ -77,7 +77,7 @@ def test_layout_v1(v1: Path, megatron_checkpoints: Path) -> None:
 def test_layout_v1_of_a_bridge_has_its_weights_in_huggingface(megatron_checkpoints: Path) -> None:
     """Case 75: the archive holds only optimizer and rng."""
     found = inspect(megatron_checkpoints / "dense-v1-bridge")
-    assert (found.kind, found.state, found.problems) == (V1, "complete", ())
+    assert (found.kind, found.state, codes(found)) == (V1, "complete", ["tokenizer-class"])
     assert parts(found) == {
         ("model weights", "huggingface"),
         *((part, "dist_ckpt") for part in ("optimizer", "scheduler", "rng")),

@@ -172,7 +172,7 @@ def test_a_run_with_one_role(fsdp_checkpoints: Path, tmp_path: Path, expected: d
     """Case 41: the only one below is taken and said."""
     run = builders.run_directory(tmp_path / "run", {"actor": fsdp_checkpoints / "fsdp2"}, (10,))
     result = merged(run)
-    assert result.notes == ()
+    assert [note.code for note in result.notes] == ["tokenizer-class"]
     assert result.path == str(run / "global_step_10" / "actor")
     assert unequal(tensors_in(tmp_path / "out"), expected) == set()
 
@@ -229,7 +229,7 @@ def test_a_model_beside_the_roles_is_no_role(fsdp_checkpoints: Path, tmp_path: P
     merge(run / "global_step_10" / "actor", run / "global_step_10" / "actor-hf", Options())
     result = merged(run, step="latest", role="actor")
     assert result.path == str(run / "global_step_20" / "actor")
-    assert result.notes == ()
+    assert [note.code for note in result.notes] == ["tokenizer-class"]
 
 
 def test_other_checkpoints_are_named(megatron_checkpoints: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ckpttool.merging import Options, merge
 from tests import builders
 from tests.conftest import Call
 from tests.looking import State, write_shards
-from tests.merged import QWEN2, config_of, sharded, tensors_in, unequal, write_config, write_role
+from tests.merged import QWEN2, config_of, sharded, tensors_in, unequal, write_config, write_generation, write_role
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -338,6 +338,7 @@ def test_two_boxes_that_differ_have_two_references(tmp_path: Path) -> None:
 def test_the_config_speaks_of_a_smaller_dtype(tmp_path: Path) -> None:
     """Master weights in float32 are twice as large as what people serve: it is told."""
     role = write_role(tmp_path / "role", {"w": torch.ones(2)}, config={**QWEN2, "torch_dtype": "bfloat16"})
+    write_generation(role / "huggingface")
     result = merge(role, tmp_path / "out", Options())
     assert [(note.code, "--dtype bf16" in note.hint) for note in result.notes] == [("dtype", True)]
     assert config_of(tmp_path / "out")["torch_dtype"] == "float32"

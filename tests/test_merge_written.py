@@ -164,7 +164,6 @@ def test_nested_configs_say_it_too_and_others_are_left(tmp_path: Path) -> None:
     nested = {
         "text_config": {"dtype": "float32", "hidden_size": 4},
         "vision_config": {"torch_dtype": "float32"},
-        "quantization_config": {"dtype": "float32"},
         "other": {"dtype": "float32"},
     }
     role = write_role(tmp_path / "role", EMBEDDINGS, config={**QWEN2, **nested})
@@ -172,7 +171,7 @@ def test_nested_configs_say_it_too_and_others_are_left(tmp_path: Path) -> None:
     found = config_of(tmp_path / "out")
     assert found["text_config"] == {"dtype": "bfloat16", "hidden_size": 4}
     assert found["vision_config"] == {"torch_dtype": "bfloat16"}
-    assert (found["quantization_config"], found["other"]) == ({"dtype": "float32"}, {"dtype": "float32"})
+    assert found["other"] == {"dtype": "float32"}
 
 
 def test_a_config_that_is_right_stays_byte_for_byte(tmp_path: Path) -> None:

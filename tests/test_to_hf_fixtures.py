@@ -12,7 +12,7 @@ import torch
 
 from ckpttool.converting import Options, convert
 from ckpttool.errors import Unmapped
-from tests.merged import tensors_in, unequal
+from tests.merged import tensors_in, unequal, write_generation
 from tests.writers.reading import read_tensors
 
 DATA = Path(__file__).parent / "data" / "megatron"
@@ -92,6 +92,7 @@ def test_the_common_state_is_not_needed(name: str, tmp_path: Path) -> None:
     (tmp_path / "copy" / "common.pt").unlink()
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))
+    write_generation(tmp_path / "config")
     result = convert(tmp_path / "copy", tmp_path / "out", Options(hf_config=str(tmp_path / "config")))
     assert [(note.code, note.severity) for note in result.notes] == [("common-missing", "note")]
     assert unequal(tensors_in(tmp_path / "out"), converted(name, tmp_path)) == set()

@@ -12,7 +12,7 @@ from ckpttool.converting.choosing import find_archive
 from ckpttool.converting.opening import Opened, open_archive, stamps_of
 from ckpttool.converting.result import Conversion, Options
 from ckpttool.errors import BrokenCheckpoint, Problem, UsageError
-from ckpttool.export import outputs
+from ckpttool.export import doubtful, outputs
 from ckpttool.export.precision import is_kept
 from ckpttool.export.running import Prepared, check_names, run, with_torch_dtype
 from ckpttool.export.writing import Ready, check_unchanged
@@ -95,7 +95,7 @@ def _check(output: Path, opened: Opened, like: Reference | None, options: Option
     )
     if too_long := header_faults(plan.weights):
         raise _refusal(opened, tuple(too_long))
-    notes = [*space, *draft.notes]
+    notes = [*space, *draft.notes, *doubtful.notes(plan, draft.targets, _is_buffer)]
     if options.dtype is None and like is None:
         written = outputs.main_dtype(draft.targets, _is_buffer)
         notes += outputs.dtype_note(written, opened.config, "the checkpoint holds")

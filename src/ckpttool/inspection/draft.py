@@ -59,7 +59,7 @@ class Draft:
 
     def finish(self, pattern: str | None = None) -> Inspection:
         """Count, measure and freeze. ``pattern`` selects the tensors to list."""
-        model, tied = _once(_model_tensors(self.sections))
+        model, tied = once(_model_tensors(self.sections))
         if tied:
             self.facts["tied"] = f"{listing(tied, 3)} (one storage, counted once)"
         disk, dangling = summary.disk(self.path)
@@ -115,7 +115,7 @@ def _model_tensors(sections: list[Section]) -> list[TensorInfo]:
     return []
 
 
-def _once(tensors: list[TensorInfo]) -> tuple[list[TensorInfo], list[str]]:
+def once(tensors: list[TensorInfo]) -> tuple[list[TensorInfo], list[str]]:
     """Leave out tensors that are another name of the same storage, as tied embeddings are in a shard."""
     first: dict[tuple[Place, ...], str] = {}
     kept, tied = [], []

@@ -11,6 +11,7 @@ from ckpttool.inspection.beside import add_trainer_files
 from ckpttool.inspection.draft import Draft, refusals_of
 from ckpttool.inspection.result import Content
 from ckpttool.inspection.sections import Section
+from ckpttool.inspection.sidefiles import add_doubts
 
 
 def inspect_hf(path: Path, evidence: tuple[str, ...]) -> Draft:
@@ -30,6 +31,7 @@ def inspect_hf(path: Path, evidence: tuple[str, ...]) -> Draft:
         draft.note("no-weights", "configuration and tokenizer files only: the weights are somewhere else")
     if kind == "huggingface" and source.config is None:
         draft.note("no-config", "config.json is not here: transformers cannot load the weights without it")
+    add_doubts(draft, "", source)
     if source.side_files:
         draft.contents.append(Content("side files", "", detail=_file_list(source)))
     add_trainer_files(draft)
@@ -58,6 +60,7 @@ def add_huggingface(draft: Draft, where: str, weights_are: str) -> None:
     ]
     if missing:
         draft.note("side-files-missing", f"{where}/ has no {' and no '.join(missing)}", path=where)
+    add_doubts(draft, where, source)
 
 
 def _hf_facts(draft: Draft, source: hf.HfSource) -> None:

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ckpttool.errors import BrokenCheckpoint, Problem, Table, Unmapped, UsageError
-from ckpttool.export import heads, outputs, ties
+from ckpttool.export import doubtful, heads, outputs, ties
 from ckpttool.export.comparing import differing
+from ckpttool.export.config import unquantised
 from ckpttool.export.running import Prepared, run
 from ckpttool.export.side_files import SideFiles
 from ckpttool.export.ties import Tie
@@ -131,8 +132,9 @@ def _check(output: Path, opened: Opened, weights: Weights, like: Reference | Non
     if too_long := header_faults(plan.weights):
         raise _refusal(opened, too_long, ())
     read += compared + sum(weights.sources[name].nbytes for name in _sources(plan))
-    notes = (*weights.notes, *_notes(opened, weights, draft, copies.mismatches, options))
-    return _Checked(plan, draft, copies, changes, notes, read)
+    notes = [*weights.notes, *_notes(opened, weights, draft, copies.mismatches, options)]
+    notes += doubtful.notes(plan, draft.targets, planning.buffers(weights.sources))
+    return _Checked(plan, draft, copies, changes, tuple(notes), read)
 
 
 def _plan(opened: Opened, weights: Weights, draft: planning.Draft, options: Options) -> tuple[Plan, tuple[str, ...]]:
@@ -140,12 +142,13 @@ def _plan(opened: Opened, weights: Weights, draft: planning.Draft, options: Opti
     contents = {f"{file.folder}{ADAPTER_CONFIG}": file.config for file in weights.files}
     if not weights.model and weights.files:
         return Plan(draft.adapters, (), contents, draft.dropped), ()
+    removed = {**opened.edits.removed, **unquantised(draft.targets)}
     plan, changes = outputs.directory(
         draft.targets,
         draft.dropped,
         opened.config,
         opened.side,
-        replace(opened.edits, untie=draft.tie.untie),
+        replace(opened.edits, untie=draft.tie.untie, removed=removed),
         most=options.max_shard_size,
         is_buffer=planning.buffers(weights.sources),
     )
