@@ -1,9 +1,8 @@
 """Tiny real checkpoints for the tests: built once by the real libraries, then kept in a cache.
 
 `fsdp_checkpoints`, `lora_checkpoints`, `served_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints` and
-`converted_checkpoints` return a directory with one subdirectory a variant and the oracle of each under `expected/`. It is
-shared: `copy` what a test wants to change.
-what a test wants to change.
+`converted_checkpoints` return a directory with one subdirectory a variant and the oracle of each under
+`expected/`. It is shared: `copy` what a test wants to change.
 """
 
 from __future__ import annotations

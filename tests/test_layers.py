@@ -30,16 +30,24 @@ LAYERS: dict[str, set[str]] = {
     },
     "ckpttool.elements": {"ckpttool.tensors"},
     "ckpttool.reading": {"ckpttool.elements", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
-    "ckpttool.plan": {"ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
+    "ckpttool.lowrank": {"ckpttool.tensors"},
+    "ckpttool.fusing": {
+        *("ckpttool.lowrank", "ckpttool.reading", "ckpttool.elements", "ckpttool.tensors", "ckpttool.errors"),
+    },
+    "ckpttool.plan": {"ckpttool.lowrank", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.staging": {"ckpttool.errors"},
     "ckpttool.sink": {
-        *("ckpttool.staging", "ckpttool.plan", "ckpttool.reading", "ckpttool.elements", "ckpttool.formats"),
-        *("ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.staging", "ckpttool.plan", "ckpttool.fusing", "ckpttool.lowrank", "ckpttool.reading"),
+        *("ckpttool.elements", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
     },
     "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
+    "ckpttool.adapters": {
+        *("ckpttool.lowrank", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+    },
+    "ckpttool.naming": {"ckpttool.plan", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.export": {
-        *("ckpttool.sink", "ckpttool.staging", "ckpttool.plan", "ckpttool.reading", "ckpttool.elements"),
-        *("ckpttool.layout", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.naming", "ckpttool.sink", "ckpttool.staging", "ckpttool.plan", "ckpttool.reading"),
+        *("ckpttool.elements", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
         "ckpttool.unpickle",  # to pause the collector
     },
     "ckpttool.architectures": {"ckpttool.plan", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
@@ -51,13 +59,29 @@ LAYERS: dict[str, set[str]] = {
     },
     "ckpttool.migration": {"ckpttool.inspection", "ckpttool.formats", "ckpttool.layout", "ckpttool.errors"},
     "ckpttool.merging": {
-        *("ckpttool.inspection", "ckpttool.export", "ckpttool.sink", "ckpttool.staging", "ckpttool.plan"),
+        *(
+            "ckpttool.adapters",
+            "ckpttool.naming",
+            "ckpttool.lowrank",
+            "ckpttool.inspection",
+            "ckpttool.export",
+            "ckpttool.sink",
+            "ckpttool.staging",
+            "ckpttool.plan",
+        ),
         *("ckpttool.reading", "ckpttool.elements", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors"),
         *("ckpttool.errors", "ckpttool.telling"),
     },
     "ckpttool.converting": {
-        *("ckpttool.architectures", "ckpttool.inspection", "ckpttool.export", "ckpttool.staging", "ckpttool.plan"),
-        *("ckpttool.reading", "ckpttool.layout", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.architectures", "ckpttool.inspection", "ckpttool.export", "ckpttool.naming", "ckpttool.staging"),
+        *(
+            "ckpttool.plan",
+            "ckpttool.reading",
+            "ckpttool.layout",
+            "ckpttool.formats",
+            "ckpttool.tensors",
+            "ckpttool.errors",
+        ),
         "ckpttool.unpickle",  # for the arguments of a run
     },
     "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},

@@ -1,7 +1,7 @@
 """Add low-rank updates to boxes of weights, in float32, in memory that depends on no model.
 
-The factors of the weight at hand are kept, as they are stored, while they fit into ``HELD``; larger ones are read again
-with every box. Matrices are multiplied in parts of at most ``PART`` elements.
+The factors of the weight at hand are kept while they fit into ``HELD``, small ones as floats; larger ones are read
+again with every box. Matrices are multiplied in parts of at most ``PART`` elements, which stay in the cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from ckpttool.tensors import Box, Index, TensorInfo, bands
 HELD = 48 << 20
 """Bytes of factors that are kept: those of attention and dense layers are a few MiB, of 128 packed experts some 30."""
 
-PART = 2 << 20
-"""Elements of a factor or a product that are held in float32 at once."""
+FEW = 4
+"""Factors that are kept: of two weights, as packed experts that are written one by one take turns."""
+
+PART = 1 << 19
+"""Elements of a weight, a factor or a product that are held in float32 at once."""
+
+SMALL = 8 << 20
+"""Bytes up to which a factor is kept in float32."""
 
 
 class Fuser:
@@ -30,6 +36,7 @@ class Fuser:
     def __init__(self, reader: Reader, sources: Mapping[str, TensorInfo], fusions: Mapping[str, Fusion]) -> None:
         self._reader, self._sources, self._fusions = reader, sources, fusions
         self._held: OrderedDict[str, Array] = OrderedDict()
+        self._product: Array = np.empty(0, np.float32)
         self._lengths: tuple[str, Array] | None = None
 
     def of(self, name: str) -> Fusion | None:
@@ -60,17 +67,25 @@ class Fuser:
     def _multiply(self, update: LowRank, box: Box, values: Array, expert: int | None) -> None:
         """Add the product of the factors to a box of a matrix (of a filter: all but its first axis are columns)."""
         rank = self._rank(update)
-        most = max(1, PART // rank)
-        for offset, size in _tiles(box, most):
+        for offset, size in _tiles(box, max(1, PART // rank)):
             part = values[tuple(slice(o - b, o - b + n) for o, b, n in zip(offset, box[0], size, strict=True))]
             rows, columns = (offset[:1], size[:1]), (offset[1:], size[1:])
             if update.turned:
                 rows, columns = columns, rows
             up = self._up(update, rows, rank, expert, values.dtype)
             down = self._down(update, columns, rank, expert, values.dtype)
-            product = down.T @ up.T if update.turned else up @ down
-            product *= values.dtype.type(update.scale)
+            product = self._times(down.T, up.T) if update.turned else self._times(up, down)
+            product *= product.dtype.type(update.scale)
             part += product.reshape(size)
+
+    def _times(self, left: Array, right: Array) -> Array:
+        """Multiply two matrices into a buffer that lasts until the next call."""
+        rows, columns = left.shape[0], right.shape[1]
+        if self._product.size < rows * columns or self._product.dtype != left.dtype:
+            self._product = np.empty(max(rows * columns, PART), left.dtype)
+        product = self._product[: rows * columns].reshape(rows, columns)
+        np.matmul(left, right, out=product)
+        return product
 
     def _rank(self, update: LowRank) -> int:
         return max(1, self._sources[update.down].shape[0] // max(1, update.experts))
@@ -82,13 +97,13 @@ class Fuser:
         stored = self._read(update.up, ((first, *(0 for _ in shape[1:])), (count, *shape[1:])), None)
         if expert is not None:
             stored = stored.reshape(count, rank, update.experts)[:, :, expert]
-        return stored.reshape(count, rank).astype(dtype)
+        return stored.reshape(count, rank).astype(dtype, copy=False)
 
     def _down(self, update: LowRank, columns: Box, rank: int, expert: int | None, dtype: np.dtype[np.generic]) -> Array:
         """Return A for some columns, ``[r, columns]``."""
         first = 0 if expert is None else expert * rank
         stored = self._read(update.down, ((first, *columns[0]), (rank, *columns[1])), None)
-        return stored.reshape(rank, -1).astype(dtype)
+        return stored.reshape(rank, -1).astype(dtype, copy=False)
 
     def _read(self, name: str, box: Box, dtype: np.dtype[np.generic] | None) -> Array:
         """Return a box of a factor, in its own dtype or another one."""
@@ -98,7 +113,7 @@ class Fuser:
             part = held[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
         else:
             part = self._checked(tensor, box)
-        return part if dtype is None else part.astype(dtype)
+        return part if dtype is None else part.astype(dtype, copy=False)
 
     def _whole(self, tensor: TensorInfo) -> Array | None:
         """Return all of a factor that is small enough, read once for all boxes of its weight."""
@@ -107,10 +122,13 @@ class Fuser:
             return self._held[tensor.name]
         if tensor.nbytes > HELD:
             return None
-        while self._held and sum(array.nbytes for array in self._held.values()) + tensor.nbytes > 2 * HELD:
+        if len(self._held) >= FEW:
             self._held.popitem(last=False)
-        self._held[tensor.name] = self._checked(tensor, ((0,) * len(tensor.shape), tensor.shape))
-        return self._held[tensor.name]
+        held = self._checked(tensor, ((0,) * len(tensor.shape), tensor.shape))
+        if held.itemsize < 4 and held.size * 4 <= SMALL:
+            held = held.astype(np.float32)
+        self._held[tensor.name] = held
+        return held
 
     def _checked(self, tensor: TensorInfo, box: Box) -> Array:
         out: Array = np.empty(box[1], dtype_of(tensor.dtype))

@@ -24,7 +24,7 @@ import numpy as np
 from ckpttool.elements import Array, cast, dtype_of, turn
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.safetensorsfile import SAFETENSORS_NAMES
-from ckpttool.fusing import Fuser
+from ckpttool.fusing import PART, Fuser
 from ckpttool.lowrank import Fusion
 from ckpttool.plan import PAGE, Arrangement, Plan, Target, WeightFile
 from ckpttool.reading import BAND, Reader, Run
@@ -265,6 +265,7 @@ class _Mover:
     def __init__(self, sources: Mapping[str, TensorInfo], fuser: Fuser, reader: Reader, output: _Output) -> None:
         self._sources, self._fuser, self._reader, self._output = sources, fuser, reader, output
         self._uncast: Array = np.empty(0, np.uint8)
+        self._wide: Array = np.empty(0, np.float32)
         self._held: Array = np.empty(0, np.uint8)
 
     def move(self, target: Target) -> int:
@@ -300,9 +301,8 @@ class _Mover:
     def _most(self, target: Target) -> int:
         """Return how many elements of a target are moved at once."""
         dtypes = {target.dtype, *(self._sources[part.source].dtype for part in target.parts)}
-        if any(self._fuser.of(part.source) for part in target.parts):
-            dtypes.add("float32")
-        return BAND // max(dtype_of(dtype).itemsize for dtype in dtypes)
+        most = BAND // max(dtype_of(dtype).itemsize for dtype in dtypes)
+        return min(most, PART) if any(self._fuser.of(part.source) for part in target.parts) else most
 
     def _gather(self, target: Target, box: Box, out: Array) -> int:
         """Fill an array with a box of the concatenation of a target's parts."""
@@ -346,10 +346,20 @@ class _Mover:
             return cast(uncast.reshape(out.shape), out, tensor.dtype, target.dtype)
         # in a dtype in which it is exact enough to be rounded once, by the cast
         wide = "float64" if "float64" in (tensor.dtype, target.dtype) else "float32"
-        values = uncast.astype(wide)
+        values = self._widened(uncast, wide)
         if fusion is not None:
             self._fuser.fuse(fusion, box, values.reshape(box[1]))
-        return cast(values.reshape(out.shape) + target.shift, out, wide, target.dtype)
+        if target.shift:
+            values += target.shift
+        return cast(values.reshape(out.shape), out, wide, target.dtype)
+
+    def _widened(self, values: Array, dtype: str) -> Array:
+        """Return elements in a wider dtype, in a buffer that lasts until the next call."""
+        if self._wide.size < values.size or self._wide.dtype != dtype:
+            self._wide = np.empty(values.size, dtype)
+        wide = self._wide[: values.size]
+        np.copyto(wide, values, casting="unsafe")
+        return wide
 
 
 def _is_whole(tensor: TensorInfo) -> bool:
