@@ -54,7 +54,7 @@ def qwen2_role(path: Path, *, layers: int, dtype: str, ranks: int = 4, lora: boo
 
     With ``lora`` it is one of PEFT, with adapters on all linear layers.
     """
-    shapes = _adapted(_qwen2_shapes(layers)) if lora else _qwen2_shapes(layers)
+    shapes = _adapted(qwen2_shapes(layers)) if lora else qwen2_shapes(layers)
     _play(path, shapes, ranks, windows(dtype))
     if lora:
         meta = {"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"}
@@ -114,7 +114,8 @@ def _shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (hidden,), "model.norm.bias": (hidden,), "lm_head.weight": (1000, hidden)}
 
 
-def _qwen2_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+def qwen2_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a Qwen2 of hidden size 2048."""
     hidden, grouped, wide, words = 2048, 256, 5632, 32000
     layer = {
         "self_attn.q_proj.weight": (hidden, hidden),
