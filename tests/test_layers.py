@@ -53,7 +53,8 @@ LAYERS: dict[str, set[str]] = {
     "ckpttool.architectures": {"ckpttool.plan", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.source": {"ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
     "ckpttool.inspection": {
-        *("ckpttool.source", "ckpttool.formats", "ckpttool.layout", "ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.source", "ckpttool.adapters", "ckpttool.formats", "ckpttool.layout", "ckpttool.tensors"),
+        "ckpttool.errors",
         "ckpttool.unpickle",  # to pause the collector
         "ckpttool.telling",
     },

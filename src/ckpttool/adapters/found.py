@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpttool.adapters import names
-from ckpttool.adapters.names import Part, part
 from ckpttool.errors import Problem
-from ckpttool.formats.findings import Findings
+from ckpttool.formats import peftnames
+from ckpttool.formats.findings import Findings, counted, listing, ranges
+from ckpttool.formats.peftnames import Part, part
+from ckpttool.tensors import TensorInfo
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class Layer:
     @property
     def plain(self) -> str:
         """The module as the model names it."""
-        return names.plain(self.path)
+        return peftnames.plain(self.path)
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -83,15 +84,15 @@ def take_apart(tensors: Iterable[str]) -> Adapted:
 
 
 def _put(found: Adapted, name: str, what: Part) -> None:
-    if what.kind == names.BASE:
+    if what.kind == peftnames.BASE:
         found.base[name] = what.path
-    elif what.kind == names.ORIGINAL:
+    elif what.kind == peftnames.ORIGINAL:
         found.original[name] = what.path
-    elif what.kind == names.FOREIGN:
+    elif what.kind == peftnames.FOREIGN:
         found.foreign.append(name)
     else:
         adapter = found.adapters.setdefault(what.adapter, Adapter(what.adapter))
-        if what.kind == names.SAVED:
+        if what.kind == peftnames.SAVED:
             adapter.saved[what.path] = name
             return
         layer = adapter.layers.setdefault(what.path, Layer(what.path))
@@ -122,3 +123,14 @@ def _by_plain(found: Adapted) -> dict[str, list[str]]:
     for name, plain in found.base.items():
         by_plain.setdefault(plain, []).append(name)
     return by_plain
+
+
+def summary(adapter: Adapter, tensors: Mapping[str, TensorInfo]) -> str:
+    """Say in a line what an adapter is: its rank, its modules; experts that are packed have all of theirs in one."""
+    layers = adapter.layers.values()
+    found = {tensors[layer.down].shape[0] for layer in layers if layer.down and tensors[layer.down].shape}
+    modules = dict.fromkeys(layer.plain.rpartition(".")[2] for layer in layers)
+    kind, counts = "DoRA" if adapter.dora else "LoRA", counted(len(layers), "module")
+    shown = [f"{kind} of rank {ranges(found)} on {counts} ({listing(modules)})"] if layers else []
+    shown += [f"a copy of {listing(sorted(adapter.saved), 3)}"] if adapter.saved else []
+    return f"{adapter.name}: {' and '.join(shown)}"

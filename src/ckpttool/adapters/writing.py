@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpttool.adapters.found import Adapted, Adapter, Layer
-from ckpttool.adapters.names import PREFIX
 from ckpttool.adapters.settings import Settings
+from ckpttool.formats.peftnames import PREFIX
 
 WEIGHTS = "adapter_model.safetensors"
 KEPT_WITH = ("embed_tokens", "lm_head")

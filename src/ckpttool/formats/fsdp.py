@@ -19,6 +19,7 @@ from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem, Refused
 from ckpttool.formats import torchzip
 from ckpttool.formats.findings import Findings, counted, listing, ranges
 from ckpttool.formats.mesh import Mesh
+from ckpttool.formats.peftnames import is_adapter
 from ckpttool.formats.rank import PLAIN, WHOLE, Held, RankReader
 from ckpttool.formats.shardfiles import (
     CONFIG_FILE,
@@ -41,7 +42,6 @@ NESTED_MOST = 100_000
 """Values inside of one that are looked at; more of them are no metadata of a tensor."""
 
 _AGREED = ("dtype", "shape", "placement")
-_ADAPTER = re.compile(r"lora_|\.adapter_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class FsdpSource:
 
     def part_of(self, name: str) -> str:
         """Return ``adapter`` for LoRA weights, ``model`` for the others."""
-        return "adapter" if _ADAPTER.search(name) else "model"
+        return "adapter" if is_adapter(name) else "model"
 
     @property
     def lora_only(self) -> bool:
         """Whether it holds adapters without the base model."""
-        return bool(self.tensors) and all(map(_ADAPTER.search, self.tensors))
+        return bool(self.tensors) and all(map(is_adapter, self.tensors))
 
 
 def detect(path: Path) -> tuple[str, ...] | None:

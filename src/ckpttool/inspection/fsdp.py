@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpttool import layout
+from ckpttool.adapters.found import summary, take_apart
 from ckpttool.formats import fsdp
 from ckpttool.formats.findings import OTHER_NODES, counted, ranges
 from ckpttool.formats.shardfiles import CONFIG_FILE
@@ -43,9 +44,21 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     if not source.files.ranks("optim", source.world_size):
         draft.facts["optimizer"] = "none here: weights only"
     add_lora_meta(draft)
+    _add_adapters(draft, source)
     add_dataloader(draft)
     _add_huggingface(draft, f"the weights are in {counted(len(present), 'FSDP shard')}")
     return draft
+
+
+def _add_adapters(draft: Draft, source: fsdp.FsdpSource) -> None:
+    """Say which adapters of PEFT there are, and that merging them is a choice."""
+    if not any(source.part_of(name) == "adapter" for name in source.tensors):
+        return
+    adapters = take_apart(source.tensors).adapters.values()
+    draft.facts["adapters"] = "; ".join(summary(adapter, source.tensors) for adapter in adapters) or "of another kind"
+    hint = "ckpttool merge-fsdp asks what is to be written: --lora fuse, adapter or both."
+    base = ", without their base model" if source.lora_only else ""
+    draft.note("adapters", f"the shards hold adapters of PEFT{base}", hint=hint)
 
 
 def _ranks(source: fsdp.FsdpSource, present: Iterable[int], placements: Counter[str]) -> Ranks:

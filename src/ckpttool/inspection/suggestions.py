@@ -9,12 +9,13 @@ from pathlib import Path
 
 from ckpttool.errors import UsageError
 from ckpttool.inspection.result import Inspection, Suggestion
-from ckpttool.layout import MODEL, V1_ARCHIVE, V1_HUGGINGFACE, step_of
+from ckpttool.layout import LORA_META, MODEL, V1_ARCHIVE, V1_HUGGINGFACE, step_of
 
 COMMANDS = frozenset({"demo", "inspect", "merge-fsdp", "migrate", "to-hf"})
 """The commands that exist; only these are suggested."""
 
 
+_FSDP = ("fsdp", "fsdp-lora")
 _MEGATRON = ("verl-megatron-v1", "verl-megatron-v2", "verl-megatron-half-migrated", "torch_dist")
 _OLD_LAYOUT = ("verl-megatron-v1", "verl-megatron-half-migrated")
 
@@ -23,8 +24,8 @@ def suggest(found: Inspection) -> Iterator[Suggestion]:
     """Yield what to type after seeing this, most useful first."""
     if found.kind in _OLD_LAYOUT and not _damaged(found):
         yield _command("migrate", found.path, "give it the trees of layout v2, which current verl loads")
-    if found.kind == "fsdp" and found.parameters is not None and not found.tensors and not _lacking(found):
-        yield _merge(found.path)
+    if found.kind in _FSDP and found.parameters is not None and not found.tensors and not _lacking(found):
+        yield from _merge(found.path, found.kind, _adapters(found))
     if found.kind in _MEGATRON and not _damaged(found) and not found.tensors and _in_archive(found):
         yield _convert(found)
     if found.run is not None:
@@ -66,9 +67,25 @@ def _command(command: str, path: str, why: str, *options: str) -> Suggestion:
     return Suggestion(shlex.join(["ckpttool", command, _typed(path), *options]), why)
 
 
-def _merge(path: str) -> Suggestion:
-    """Return the ``merge-fsdp`` call for a role; what it writes lies in the working directory."""
-    return _command("merge-fsdp", path, "make a Hugging Face model of the shards", "-o", _output(path))
+def _adapters(found: Inspection) -> list[str]:
+    """Return the names of the adapters of PEFT that a role has."""
+    told = found.facts.get("adapters", "")
+    return [adapter.partition(":")[0] for adapter in told.split("; ")] if told else []
+
+
+def _merge(path: str, kind: str, adapters: list[str]) -> Iterator[Suggestion]:
+    """Yield the ``merge-fsdp`` calls for a role; what they write lies in the working directory."""
+    if not adapters:
+        yield _command("merge-fsdp", path, "make a Hugging Face model of the shards", "-o", _output(path))
+        return
+    which = ["--adapter", adapters[0]] if len(adapters) > 1 else []
+    fuse, why = ["--lora", "fuse", *which], "make a Hugging Face model with the adapter in its weights"
+    if kind == "fsdp-lora":
+        fuse, why = [*fuse, "--base", "MODEL"], f"{why}; MODEL is the directory of its base model"
+    yield _command("merge-fsdp", path, why, "-o", _output(path), *fuse)
+    adapter = f"{_output(path).removesuffix('-hf')}-lora"
+    alone = ["--lora", "adapter", *which]
+    yield _command("merge-fsdp", path, "write the adapter alone, as peft loads it", "-o", adapter, *alone)
 
 
 def _convert(found: Inspection) -> Suggestion:
@@ -124,6 +141,11 @@ def _typed(path: str) -> str:
     return f"./{typed}" if typed.startswith("-") else typed
 
 
+def _is_lora(role: Path) -> bool:
+    """Tell by what verl writes beside the shards that they are those of a PEFT model."""
+    return any((folder / LORA_META).is_file() for folder in (role, role.parent))
+
+
 def _after_run(found: Inspection) -> Iterator[Suggestion]:
     rows = found.run.rows if found.run else ()
     latest = found.run.latest_complete if found.run else None
@@ -131,8 +153,9 @@ def _after_run(found: Inspection) -> Iterator[Suggestion]:
     broken = [row for row in rows if row.state != "complete"]
     for row in [row for row in best if row.role == "actor"] or best[-1:]:
         path = f"{found.path}/{row.path}"
-        if row.kind == "fsdp":
-            yield _merge(path)
+        if row.kind in _FSDP:
+            lora = row.kind == "fsdp-lora" or _is_lora(Path(path))
+            yield from _merge(path, row.kind, ["default"] if lora else [])
         elif row.kind == "torch_dist" and not row.role:
             yield _convert_with_config(path)
         elif row.kind in _MEGATRON and _keeps_weights(Path(path)):

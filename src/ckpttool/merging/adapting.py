@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpttool.adapters import found, fusion, names, settings, writing
+from ckpttool.adapters import found, fusion, settings, writing
 from ckpttool.adapters.found import Adapted, Adapter
 from ckpttool.adapters.fusion import CONV1D, Fusions, Parameter, Part
 from ckpttool.adapters.settings import FOLDER, Given, Settings, read_settings
 from ckpttool.errors import BrokenCheckpoint, Problem, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig
-from ckpttool.formats.findings import counted, listing, ranges
+from ckpttool.formats.findings import counted, listing
 from ckpttool.formats.folding import folded
 from ckpttool.formats.hf import ADAPTER_CONFIG
+from ckpttool.formats.peftnames import has_adapters
 from ckpttool.lowrank import Fusion
 from ckpttool.merging.result import FUSE, Fused, Options
 from ckpttool.naming import experts
@@ -56,7 +57,7 @@ class Weights:
 def is_adapted(tensors: Iterable[str], config: ModelConfig | None) -> bool:
     """Tell whether a save is that of a PEFT model."""
     own = config is not None and any(kind in PART_OF_THE_MODEL for kind in config.model_types)
-    return not own and names.has_adapters(tensors)
+    return not own and has_adapters(tensors)
 
 
 def plain_weights(tensors: Mapping[str, TensorInfo]) -> Weights:
@@ -196,7 +197,7 @@ def _chosen(role: Path, parts: Adapted, options: Options) -> list[Adapter]:
 
 def _undecided(role: Path, parts: Adapted, tensors: Mapping[str, TensorInfo]) -> UsageError:
     """Return the error that explains what lies here and which choice there is."""
-    several = "".join(f"\n  {_summary(adapter, tensors)}" for adapter in parts.adapters.values())
+    several = "".join(f"\n  {found.summary(adapter, tensors)}" for adapter in parts.adapters.values())
     alone = "the base model is not among them: needs --base MODEL_DIR" if parts.alone else "the training is in it"
     return UsageError(
         f"{role}: the shards of a PEFT model, with {counted(len(parts.adapters), 'adapter')} in "
@@ -205,22 +206,6 @@ def _undecided(role: Path, parts: Adapted, tensors: Mapping[str, TensorInfo]) ->
         "--lora adapter  the adapter alone, as peft, vLLM and SGLang load it beside its base model\n"
         "--lora both     the fused model, and the adapter in a directory inside",
     )
-
-
-def _summary(adapter: Adapter, tensors: Mapping[str, TensorInfo]) -> str:
-    """Say in a line what an adapter is: its rank, its modules."""
-    kind = "DoRA" if adapter.dora else "LoRA"
-    modules = ", ".join(text for text, _ in folded(layer.plain for layer in adapter.layers.values()))
-    shown = [f"{kind} of rank {ranges(_ranks(adapter, tensors))} on {modules}"] if adapter.layers else []
-    shown += [f"a copy of {listing(sorted(adapter.saved), 3)}"] if adapter.saved else []
-    return f"{adapter.name}: {' and '.join(shown)}"
-
-
-def _ranks(adapter: Adapter, tensors: Mapping[str, TensorInfo]) -> set[int]:
-    """Return the ranks of an adapter's layers; experts that are packed have all of theirs in one."""
-    return {
-        tensors[layer.down].shape[0] for layer in adapter.layers.values() if layer.down and tensors[layer.down].shape
-    }
 
 
 def _no_lora(role: Path, parts: Adapted) -> Unmapped:

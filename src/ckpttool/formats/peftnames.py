@@ -81,6 +81,12 @@ def plain(path: str) -> str:
     return ".".join(segment for segment in path.split(".") if segment != BASE_LAYER)
 
 
+def is_adapter(name: str) -> bool:
+    """Tell a tensor of an adapter: a factor, a magnitude, a whole copy, what other kinds of adapters store."""
+    kind = part(name).kind
+    return kind not in (BASE, ORIGINAL, FOREIGN) or (kind == FOREIGN and name.startswith(PREFIX))
+
+
 def has_adapters(names: Iterable[str]) -> bool:
     """Tell whether a state dict is one of a PEFT model."""
     return any(name.startswith(PREFIX) or part(name).kind in (DOWN, UP, BIAS, MAGNITUDE, SAVED) for name in names)
