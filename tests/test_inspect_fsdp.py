@@ -25,6 +25,7 @@ from tests.looking import (
     write_json,
     write_shards,
 )
+from tests.merged import write_role
 
 LINE = "fsdp=4"
 SQUARE = "ddp=2 x fsdp=2"
@@ -324,6 +325,21 @@ def test_adapters_beside_the_base_are_counted_apart(fsdp_checkpoints: Path) -> N
     counts = {content.name: content.tensors for content in found.contents}
     assert counts["adapters"] == sum("lora_" in name for name in expected) == 8
     assert counts["model weights"] == len(expected) - 8
+
+
+def test_what_can_be_made_of_adapters_is_suggested(fsdp_checkpoints: Path) -> None:
+    for name, fuse in (("lora", "--lora fuse"), ("lora-only", "--lora fuse --base MODEL")):
+        found = inspect(fsdp_checkpoints / name)
+        assert found.facts["adapters"] == "default: LoRA of rank 4 on 4 modules (q_proj, v_proj)"
+        lines = [line.command for line in found.next if "merge-fsdp" in line.command]
+        assert lines[0].endswith(f"-hf {fuse}")
+        assert lines[1].endswith("-lora --lora adapter")
+
+
+def test_layers_that_are_called_adapters_are_no_adapters(tmp_path: Path) -> None:
+    weights = {"encoder.adapter_layer.weight": torch.ones(2), "model.floral_A.weight": torch.ones(2)}
+    found = inspect(write_role(tmp_path / "role", weights))
+    assert (found.kind, "adapters" in found.facts, found.parameters) == ("fsdp", False, 4)
 
 
 def test_lora_meta_may_lie_in_the_step(tmp_path: Path, fsdp_checkpoints: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small real checkpoints that ship with the package, set up as two training runs to try the commands on."""
+"""Small real checkpoints that ship with the package, set up as training runs to try the commands on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Demo:
 
 
 def write_demo(root: Path, *, force: bool = False) -> Demo:
-    """Write the demo's two runs into ``root``, complete or not at all, and return the walk through them.
+    """Write the demo's runs into ``root``, complete or not at all, and return the walk through them.
 
     Raises :class:`CannotWrite` when ``root`` exists, unless ``force`` replaces it.
     """
@@ -53,13 +53,14 @@ def _is_demo(root: Path) -> bool:
 
 
 def _fill(root: Path) -> None:
-    """An FSDP run whose last save lost a rank, and a Megatron run in verl's layout v1."""
+    """An FSDP run whose last save lost a rank, adapters that were trained on it, a Megatron run in verl's layout v1."""
     run = root / "fsdp-run"
     for step in (10, 20):
         _copy(DATA / "fsdp", run / f"global_step_{step}" / "actor")
     for file in (run / "global_step_20" / "actor").glob(f"*_rank_{LOST_RANK}.pt"):
         file.unlink()
     (run / "latest_checkpointed_iteration.txt").write_text("20")
+    _copy(DATA / "lora", root / "lora-run" / "global_step_5" / "actor")
     run = root / "megatron-run"
     _copy(DATA / "megatron", run / "global_step_10" / "actor")
     (run / "latest_checkpointed_iteration.txt").write_text("10")
@@ -72,6 +73,8 @@ def _copy(source: Path, target: Path) -> None:
 def _scenes(root: Path) -> list[Scene]:
     fsdp, megatron = root / "fsdp-run", root / "megatron-run"
     merge = ("merge-fsdp", f"{fsdp}/global_step_10/actor", "-o", str(root / "merged"))
+    lora = ("merge-fsdp", str(root / "lora-run"), "-o", str(root / "fused"))
+    base = ("--base", str(root / "merged"))
     broken = ("merge-fsdp", f"{fsdp}/global_step_20/actor")
     return [
         Scene("A run: which steps can be used?", ("inspect", str(fsdp))),
@@ -79,6 +82,8 @@ def _scenes(root: Path) -> list[Scene]:
         Scene("A Hugging Face model of it: what would be written?", (*merge, "--dtype", "bf16", "--dry-run")),
         Scene("Write it: no torch, and memory that stays small", (*merge, "--dtype", "bf16", "--quiet")),
         Scene("The model, ready for from_pretrained", ("inspect", str(root / "merged"), "--strict")),
+        Scene("Adapters that were trained on that model: what is to be written of them?", lora, code=2),
+        Scene("Fuse them into it", (*lora, "--lora", "fuse", *base)),
         Scene("The step that is not", ("inspect", f"{fsdp}/global_step_20/actor")),
         Scene("It is refused, with the reason", (*broken, "-o", str(root / "no")), code=4),
         Scene("Megatron, in verl's layout v1", ("inspect", f"{megatron}/global_step_10/actor")),

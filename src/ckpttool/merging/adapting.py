@@ -197,14 +197,17 @@ def _chosen(role: Path, parts: Adapted, options: Options) -> list[Adapter]:
 
 def _undecided(role: Path, parts: Adapted, tensors: Mapping[str, TensorInfo]) -> UsageError:
     """Return the error that explains what lies here and which choice there is."""
-    several = "".join(f"\n  {found.summary(adapter, tensors)}" for adapter in parts.adapters.values())
-    alone = "the base model is not among them: needs --base MODEL_DIR" if parts.alone else "the training is in it"
+    needs = "; it lies elsewhere, so --base MODEL_DIR is needed, too" if parts.alone else ""
     return UsageError(
-        f"{role}: the shards of a PEFT model, with {counted(len(parts.adapters), 'adapter')} in "
-        f"{counted(parts.count, 'tensor')}; say what is to be written of it: --lora{several}",
-        hint=f"--lora fuse     a whole model with the adapter in its weights ({alone})\n"
+        f"{role}: the shards of a PEFT model, with {counted(parts.count, 'tensor')} of adapters; say what is to be "
+        "written of it: --lora",
+        hint=f"--lora fuse     a whole model with the adapter in its weights{needs}\n"
         "--lora adapter  the adapter alone, as peft, vLLM and SGLang load it beside its base model\n"
         "--lora both     the fused model, and the adapter in a directory inside",
+        problems=[
+            Problem(code="adapters", message=found.summary(adapter, tensors), severity="note")
+            for adapter in parts.adapters.values()
+        ],
     )
 
 
