@@ -60,7 +60,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_demo_is_small(demo: Path) -> None:
     files = [path for path in demo.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 500_000
+    assert sum(path.stat().st_size for path in files) < 520_000
     assert {path.relative_to(demo).parts[0] for path in files} == {"fsdp", "lora", "megatron"}
     assert len(shards(demo / "fsdp")) == 4
     keys = read_metadata(demo / "megatron/dist_ckpt").state_dict_metadata
