@@ -68,6 +68,7 @@ def merged(run: Run, root: Path, name: str, how: str, out: Path, *more: object) 
 def test_fused_tensors_are_those_that_peft_merges(
     ckpttool: Run, lora_checkpoints: Path, tmp_path: Path, name: str
 ) -> None:
+    """Case 22: the training is in the output."""
     out = merged(ckpttool, lora_checkpoints, name, "fuse", tmp_path / "out")
     assert_fused(tensors_in(out), lora_checkpoints, name)
     assert not [path for path in out.rglob("*") if "adapter" in path.name]
@@ -96,6 +97,7 @@ def test_what_no_adapter_touches_keeps_every_bit(
 def test_what_lies_in_the_base_alone_keeps_every_bit(
     ckpttool: Run, lora_checkpoints: Path, tmp_path: Path, name: str
 ) -> None:
+    """Case 24."""
     found = tensors_in(merged(ckpttool, lora_checkpoints, name, "fuse", tmp_path / "out"))
     base = tensors_in(base_of(lora_checkpoints, name))
     assert found.keys() == base.keys()
@@ -301,7 +303,7 @@ def test_one_of_two_adapters(ckpttool: Run, lora_checkpoints: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("place", ["folder", "file", "lora_adapter", "huggingface", "huggingface/lora_adapter", "step"])
 def test_settings_are_found(ckpttool: Run, lora_checkpoints: Path, tmp_path: Path, place: str) -> None:
-    """By `--adapter-config`, in each directory where trainings leave them, and in verl's file of the step."""
+    """Case 23: where alpha is said. By `--adapter-config`, in each directory where trainings leave them, and in verl's file of the step."""
     role = builders.copy(lora_checkpoints / "plain", tmp_path / "global_step_5" / "actor")
     settings, theirs = role / "lora_train_meta.json", adapter_of(lora_checkpoints, "plain")
     more: list[object] = []

@@ -49,7 +49,7 @@ Run = Callable[..., Call]
 def test_without_a_choice_it_is_said_what_there_is(
     merge_lora: Run, lora_checkpoints: Path, name: str, count: int, adapters: list[str]
 ) -> None:
-    """Never a silent copy of the base model, nor a silent merge."""
+    """Case 22: no silent copy of the base model. Never a silent copy of the base model, nor a silent merge."""
     call = merge_lora(lora_checkpoints / name)
     assert re.search(rf"\b{count}\b", call.err), call.err
     refused(call, 2, "adapter", "--lora", "fuse", "both", *adapters)
@@ -83,6 +83,7 @@ def test_an_adapter_that_is_not_there(merge_lora: Run, lora_checkpoints: Path, n
 
 @pytest.mark.parametrize("how", ["fuse", "both"])
 def test_adapters_alone_need_their_base(merge_lora: Run, lora_checkpoints: Path, how: str) -> None:
+    """Case 24."""
     refused(merge_lora(lora_checkpoints / "only", "--lora", how), 2, "--base")
 
 
@@ -121,6 +122,7 @@ def test_dora_together_with_another(merge_lora: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["fuse", "adapter", "both"])
 def test_alpha_is_nowhere(merge_lora: Run, plain_lora: Path, how: str) -> None:
+    """Case 23."""
     (plain_lora / META).unlink()
     refused(merge_lora(plain_lora, "--lora", how), 2, "--lora-alpha")
 
@@ -153,7 +155,7 @@ def test_alpha_that_is_none(merge_lora: Run, plain_lora: Path, alpha: str) -> No
 def test_verl_writes_zero_for_what_it_does_not_know(
     merge_lora: Run, plain_lora: Path, lora_checkpoints: Path, tmp_path: Path, alpha: int | None
 ) -> None:
-    """With zero the output would be the base model."""
+    """Case 23. With zero the output would be the base model."""
     settings(plain_lora / META, {"r": 4, "lora_alpha": alpha, "task_type": "CAUSAL_LM"})
     refused(merge_lora(plain_lora, "--lora", "fuse"), 2, "--lora-alpha")
     assert merge_lora(plain_lora, "--lora", "fuse", "--lora-alpha", 8).code == 0

@@ -102,6 +102,7 @@ def note(result: Merge, code: str) -> Problem:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_critic_under_the_config_of_its_language_model(rows: int, bias: bool, tie: bool, tmp_path: Path) -> None:
+    """Case 30."""
     model = qwen2("Qwen2ForTokenClassification", num_labels=rows, token_classification_bias=bias)
     config = said(model, architectures=["Qwen2ForCausalLM"], token_classification_bias=..., tie_word_embeddings=tie)
     result = merged(tmp_path, model.state_dict(), config)
@@ -195,6 +196,7 @@ def trl(prefix: str = "", tie: bool = False) -> tuple[Any, dict[str, torch.Tenso
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("prefix", ["", "pretrained_model.", "_fsdp_wrapped_module.pretrained_model."])
 def test_the_value_head_of_trl_is_kept_bit_for_bit(prefix: str, tie: bool, tmp_path: Path) -> None:
+    """Case 30."""
     model, held, written = trl(prefix, tie)
     config = said(model, architectures=["Qwen2ForCausalLM"])
     result = merged(tmp_path, held, config)

@@ -47,6 +47,7 @@ def config(served_checkpoints: Path) -> dict[str, Any]:
 def test_what_only_the_reference_has_is_all_told(
     ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
 ) -> None:
+    """Case 27."""
     more = {**ODD, "visual.patch.weight": torch.ones(3)}
     call = refused_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", {**hub, **more}, config))
     assert more.keys() <= named(call)

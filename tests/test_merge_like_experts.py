@@ -55,6 +55,7 @@ def test_experts_that_lie_otherwise_than_the_rule_says_are_refused(
 def test_experts_that_contradict_the_config_are_refused(
     name: str, field: str, value: int, ckpttool: Run, served_checkpoints: Path, tmp_path: Path
 ) -> None:
+    """Case 29: sizes are held against the config."""
     like, _, config = saved(served_checkpoints, name)
     role = write_role(tmp_path / "role", trained(served_checkpoints, name), config={**config, field: value})
     call = refused_like(ckpttool, role, tmp_path / "out", like, code=(4, 5))

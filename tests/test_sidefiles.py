@@ -24,6 +24,7 @@ def test_a_sound_model_gives_no_note(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_transformers_5_is_told_of_with_the_class_of_its_family(tmp_path: Path) -> None:
+    """Case 33."""
     folder = write_model(tmp_path / "hf")
     tiny_tokenizer(10).save_pretrained(folder)
     note = told(folder)
