@@ -303,7 +303,7 @@ def test_one_of_two_adapters(ckpttool: Run, lora_checkpoints: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("place", ["folder", "file", "lora_adapter", "huggingface", "huggingface/lora_adapter", "step"])
 def test_settings_are_found(ckpttool: Run, lora_checkpoints: Path, tmp_path: Path, place: str) -> None:
-    """Case 23: where alpha is said. By `--adapter-config`, in each directory where trainings leave them, and in verl's file of the step."""
+    """Case 23. By `--adapter-config`, in each directory where trainings leave them, and in verl's file of the step."""
     role = builders.copy(lora_checkpoints / "plain", tmp_path / "global_step_5" / "actor")
     settings, theirs = role / "lora_train_meta.json", adapter_of(lora_checkpoints, "plain")
     more: list[object] = []

@@ -44,7 +44,7 @@ def saved(checkpoints: Path, name: str) -> dict[str, torch.Tensor]:
 def test_the_output_is_what_transformers_saves(
     name: str, ckpttool: Run, served_checkpoints: Path, tmp_path: Path
 ) -> None:
-    """Cases 27 and 29: prefixes of models of vision, experts one by one. Names, dtypes, shapes and every bit; loaded, it answers as the model did that was sharded."""
+    """Cases 27 and 29: names, dtypes, shapes and every bit; loaded, it answers as the model did that was sharded."""
     like = served_checkpoints / "expected" / name
     merged_like(ckpttool, served_checkpoints / name, tmp_path / "out", like)
     assert unequal(tensors_in(tmp_path / "out"), saved(served_checkpoints, name)) == set()
@@ -55,7 +55,7 @@ def test_the_output_is_what_transformers_saves(
 
 @pytest.mark.parametrize("name", HUBS)
 def test_the_output_is_what_the_hub_has(name: str, ckpttool: Run, served_checkpoints: Path, tmp_path: Path) -> None:
-    """Case 28: also where transformers itself saves other prefixes, or experts turned. A tower with its `vision_model`, experts the other way round, square ones, too."""
+    """Case 28: a tower with its `vision_model`, experts the other way round, which transformers saves otherwise."""
     like = served_checkpoints / "expected" / f"{name}-hub"
     merged_like(ckpttool, served_checkpoints / name, tmp_path / "out", like)
     assert unequal(tensors_in(tmp_path / "out"), saved(served_checkpoints, f"{name}-hub")) == set()
