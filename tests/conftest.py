@@ -14,6 +14,7 @@ import pytest
 
 from ckpttool.cli import main
 from tests import builders
+from tests.merged import config_of, tensors_in
 
 DATA = Path(__file__).parent / "data"
 
@@ -58,6 +59,24 @@ def served_checkpoints(pytestconfig: pytest.Config) -> Path:
     """FSDP shards of models whose saved names are others than those of training; shared by all tests."""
     assert pytestconfig.cache is not None
     return builders.served_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture
+def mixtral(served_checkpoints: Path) -> Path:
+    """FSDP shards of Mixtral: every kind of rule but a transposition is needed for it."""
+    return served_checkpoints / "mixtral"
+
+
+@pytest.fixture
+def mixtral_hub(served_checkpoints: Path) -> dict[str, Any]:
+    """What Mixtral has on the hub."""
+    return tensors_in(served_checkpoints / "expected" / "mixtral")
+
+
+@pytest.fixture
+def mixtral_config(served_checkpoints: Path) -> dict[str, Any]:
+    """The config of Mixtral as transformers writes it."""
+    return config_of(served_checkpoints / "expected" / "mixtral")
 
 
 @pytest.fixture

@@ -39,6 +39,10 @@ HUBS = ("gemma3", "llava", "llava-next", "qwen3.5", *TRANSPOSED)
 ALL = (*RENAMED, *TRANSPOSED, *KEPT)
 
 
+ODD = {f"model.layers.{layer}.odd.{part}.weight": torch.ones(2) for layer in (0, 1) for part in range(12)}
+"""Tensors that no model has."""
+
+
 def trained(checkpoints: Path, name: str) -> dict[str, torch.Tensor]:
     """The tensors of a model under the names of training, gathered by torch."""
     tensors: dict[str, torch.Tensor] = load_file(checkpoints / "expected" / f"{name}.safetensors")

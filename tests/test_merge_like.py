@@ -11,6 +11,7 @@ import torch
 
 from tests.merged import Tensors, tensors_in, unequal, write_role
 from tests.served import (
+    ODD,
     Run,
     config_in,
     merged_like,
@@ -21,44 +22,26 @@ from tests.served import (
     without,
 )
 
-ODD = {f"model.layers.{layer}.odd.{part}.weight": torch.ones(2) for layer in (0, 1) for part in range(12)}
-
-
-@pytest.fixture
-def role(served_checkpoints: Path) -> Path:
-    """Mixtral: every kind of rule but a transposition is needed for it."""
-    return served_checkpoints / "mixtral"
-
-
-@pytest.fixture
-def hub(served_checkpoints: Path) -> dict[str, torch.Tensor]:
-    """What Mixtral has on the hub."""
-    return tensors_in(served_checkpoints / "expected" / "mixtral")
-
-
-@pytest.fixture
-def config(served_checkpoints: Path) -> dict[str, Any]:
-    return config_in(served_checkpoints / "expected" / "mixtral")
-
-
 # Missing and extra
 
 
 def test_what_only_the_reference_has_is_all_told(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
     """Case 27."""
     more = {**ODD, "visual.patch.weight": torch.ones(3)}
-    call = refused_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", {**hub, **more}, config))
+    call = refused_like(
+        ckpttool, mixtral, tmp_path / "out", reference(tmp_path / "like", {**mixtral_hub, **more}, mixtral_config)
+    )
     assert more.keys() <= named(call)
-    assert not named(call) & hub.keys()
+    assert not named(call) & mixtral_hub.keys()
 
 
 def test_what_only_the_checkpoint_has_is_all_told(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    fewer = without(hub, r"input_layernorm|^model\.norm|\.1\.block_sparse_moe\.gate")
-    call = refused_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", fewer, config))
+    fewer = without(mixtral_hub, r"input_layernorm|^model\.norm|\.1\.block_sparse_moe\.gate")
+    call = refused_like(ckpttool, mixtral, tmp_path / "out", reference(tmp_path / "like", fewer, mixtral_config))
     assert {f"model.layers.{n}.input_layernorm.weight" for n in (0, 1)} | {"model.norm.weight"} <= named(call)
     gates = {"model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.mlp.gate.weight"}
     assert gates & named(call)
@@ -66,10 +49,10 @@ def test_what_only_the_checkpoint_has_is_all_told(
 
 
 def test_both_are_told_together_and_folded(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    like = reference(tmp_path / "like", {**without(hub, "input_layernorm"), **ODD}, config)
-    call = ckpttool("merge-fsdp", role, "-o", tmp_path / "out", "--like", like)
+    like = reference(tmp_path / "like", {**without(mixtral_hub, "input_layernorm"), **ODD}, mixtral_config)
+    call = ckpttool("merge-fsdp", mixtral, "-o", tmp_path / "out", "--like", like)
     assert (call.code, call.out) == (5, "")
     assert "model.layers.[0-1].odd.[0-11].weight" in call.err
     assert "model.layers.[0-1].input_layernorm.weight" in call.err
@@ -79,10 +62,10 @@ def test_both_are_told_together_and_folded(
 
 
 def test_a_dry_run_is_refused_alike(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    like = reference(tmp_path / "like", {**hub, **ODD}, config)
-    assert ODD.keys() <= named(refused_like(ckpttool, role, tmp_path / "out", like, "--dry-run"))
+    like = reference(tmp_path / "like", {**mixtral_hub, **ODD}, mixtral_config)
+    assert ODD.keys() <= named(refused_like(ckpttool, mixtral, tmp_path / "out", like, "--dry-run"))
 
 
 @pytest.mark.parametrize(
@@ -95,63 +78,70 @@ def test_a_dry_run_is_refused_alike(
     ],
 )
 def test_what_may_be_missing_is_named(
-    patterns: list[str], ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    patterns: list[str],
+    ckpttool: Run,
+    mixtral: Path,
+    mixtral_hub: Tensors,
+    mixtral_config: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    like = reference(tmp_path / "like", {**hub, **ODD}, config)
+    like = reference(tmp_path / "like", {**mixtral_hub, **ODD}, mixtral_config)
     options = [part for pattern in patterns for part in ("--allow-missing", pattern)]
-    merged_like(ckpttool, role, tmp_path / "out", like, *options)
-    assert unequal(tensors_in(tmp_path / "out"), hub) == set()
+    merged_like(ckpttool, mixtral, tmp_path / "out", like, *options)
+    assert unequal(tensors_in(tmp_path / "out"), mixtral_hub) == set()
 
 
 @pytest.mark.parametrize("patterns", [["value.bias", "value.weight"], ["value.*"], ["val*"]])
 def test_what_may_be_extra_is_named_and_written(
-    patterns: list[str], ckpttool: Run, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    patterns: list[str], ckpttool: Run, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
     """Nothing is lost: it keeps its name, dtype and bits."""
     more = {"value.weight": torch.randn(6, 2), "value.bias": torch.randn(6)}
-    role = write_role(tmp_path / "role", {**hub, **more}, config=config)
-    like = reference(tmp_path / "like", hub, config)
+    role = write_role(tmp_path / "role", {**mixtral_hub, **more}, config=mixtral_config)
+    like = reference(tmp_path / "like", mixtral_hub, mixtral_config)
     assert more.keys() <= named(refused_like(ckpttool, role, tmp_path / "out", like))
     options = [part for pattern in patterns for part in ("--allow-extra", pattern)]
     merged_like(ckpttool, role, tmp_path / "out", like, *options)
-    assert unequal(tensors_in(tmp_path / "out"), {**hub, **more}) == set()
+    assert unequal(tensors_in(tmp_path / "out"), {**mixtral_hub, **more}) == set()
 
 
 def test_what_is_not_named_is_still_told(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    like = reference(tmp_path / "like", {**hub, **ODD}, config)
-    call = refused_like(ckpttool, role, tmp_path / "out", like, "--allow-missing", "model.layers.0.odd.*")
+    like = reference(tmp_path / "like", {**mixtral_hub, **ODD}, mixtral_config)
+    call = refused_like(ckpttool, mixtral, tmp_path / "out", like, "--allow-missing", "model.layers.0.odd.*")
     assert {name for name in ODD if ".1.odd." in name} == named(call) & ODD.keys()
 
 
 @pytest.mark.parametrize("option", ["--allow-missing", "--allow-extra"])
 def test_what_is_allowed_one_way_is_not_allowed_the_other(
-    option: str, ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    option: str, ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of two names that are wrong, each on its side."""
-    like = reference(tmp_path / "like", {**without(hub, "model.norm"), "model.final.weight": torch.ones(32)}, config)
+    like = reference(
+        tmp_path / "like", {**without(mixtral_hub, "model.norm"), "model.final.weight": torch.ones(32)}, mixtral_config
+    )
     right = {"--allow-missing": "model.final.weight", "--allow-extra": "model.norm.weight"}
     other = {"--allow-missing": "model.norm.weight", "--allow-extra": "model.final.weight"}
-    call = refused_like(ckpttool, role, tmp_path / "out", like, option, right[option])
+    call = refused_like(ckpttool, mixtral, tmp_path / "out", like, option, right[option])
     assert other[option] in named(call)
-    refused_like(ckpttool, role, tmp_path / "out", like, option, other[option], code=2)
+    refused_like(ckpttool, mixtral, tmp_path / "out", like, option, other[option], code=2)
 
 
 @pytest.mark.parametrize("option", ["--allow-missing", "--allow-extra"])
 @pytest.mark.parametrize("pattern", ["model.nothing.*", "lm_head", "MODEL.NORM.WEIGHT", "model.norm.weight", ""])
 def test_an_allowance_for_nothing_is_wrong(
-    option: str, pattern: str, ckpttool: Run, served_checkpoints: Path, role: Path, tmp_path: Path
+    option: str, pattern: str, ckpttool: Run, served_checkpoints: Path, mixtral: Path, tmp_path: Path
 ) -> None:
     """A slip of the pen, or a name that is there on both sides."""
     like = served_checkpoints / "expected" / "mixtral"
-    call = refused_like(ckpttool, role, tmp_path / "out", like, option, pattern, code=2)
+    call = refused_like(ckpttool, mixtral, tmp_path / "out", like, option, pattern, code=2)
     assert option in call.out + call.err
 
 
 @pytest.mark.parametrize("option", ["--allow-missing", "--allow-extra"])
-def test_an_allowance_needs_a_reference(option: str, ckpttool: Run, role: Path, tmp_path: Path) -> None:
-    call = ckpttool("merge-fsdp", role, "-o", tmp_path / "out", option, "lm_head.weight")
+def test_an_allowance_needs_a_reference(option: str, ckpttool: Run, mixtral: Path, tmp_path: Path) -> None:
+    call = ckpttool("merge-fsdp", mixtral, "-o", tmp_path / "out", option, "lm_head.weight")
     assert call.code == 2
     assert "--like" in call.err
     assert not (tmp_path / "out").exists()
@@ -176,14 +166,16 @@ def test_an_allowance_needs_a_reference(option: str, ckpttool: Run, role: Path, 
     ],
 )
 def test_names_that_are_nearly_right_are_not_taken(
-    before: str, after: str, ckpttool: Run, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    before: str, after: str, ckpttool: Run, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    odd = {re.sub(before, after, name): value for name, value in hub.items()}
-    assert odd.keys() != hub.keys()
-    role = write_role(tmp_path / "role", odd, config=config)
-    told = named(refused_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", hub, config)))
-    assert hub.keys() - odd.keys() <= told
-    assert odd.keys() - hub.keys() <= told
+    odd = {re.sub(before, after, name): value for name, value in mixtral_hub.items()}
+    assert odd.keys() != mixtral_hub.keys()
+    role = write_role(tmp_path / "role", odd, config=mixtral_config)
+    told = named(
+        refused_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", mixtral_hub, mixtral_config))
+    )
+    assert mixtral_hub.keys() - odd.keys() <= told
+    assert odd.keys() - mixtral_hub.keys() <= told
 
 
 def test_two_tensors_for_one_name_are_refused(ckpttool: Run, served_checkpoints: Path, tmp_path: Path) -> None:
@@ -197,10 +189,10 @@ def test_two_tensors_for_one_name_are_refused(ckpttool: Run, served_checkpoints:
 
 @pytest.mark.parametrize("other", ["qwen2-tied", "gemma3", "qwen3-moe", "deepseek-v3"])
 def test_a_reference_of_another_family_is_said_to_be_that(
-    other: str, ckpttool: Run, served_checkpoints: Path, role: Path, tmp_path: Path
+    other: str, ckpttool: Run, served_checkpoints: Path, mixtral: Path, tmp_path: Path
 ) -> None:
     like = served_checkpoints / "expected" / other
-    call = refused_like(ckpttool, role, tmp_path / "out", like)
+    call = refused_like(ckpttool, mixtral, tmp_path / "out", like)
     assert "mixtral" in call.out
     assert config_in(like)["model_type"] in call.out.replace(str(like), "")
 
@@ -217,39 +209,49 @@ def test_a_reference_of_another_size_is_said_to_be_that_first(
     numbers: set[str],
     what: str,
     ckpttool: Run,
-    role: Path,
-    hub: Tensors,
-    config: dict[str, Any],
+    mixtral: Path,
+    mixtral_hub: Tensors,
+    mixtral_config: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    like = reference(tmp_path / "like", without(hub, pattern), config)
-    first = refused_like(ckpttool, role, tmp_path / "out", like).json["problems"][0]["message"]
+    like = reference(tmp_path / "like", without(mixtral_hub, pattern), mixtral_config)
+    first = refused_like(ckpttool, mixtral, tmp_path / "out", like).json["problems"][0]["message"]
     assert what in first
     assert numbers <= set(re.findall(r"\d+", first))
 
 
 def test_a_larger_reference_lists_its_layers(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    third = {name.replace("layers.1.", "layers.2."): value for name, value in hub.items() if "layers.1." in name}
-    call = refused_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", {**hub, **third}, config))
+    third = {
+        name.replace("layers.1.", "layers.2."): value for name, value in mixtral_hub.items() if "layers.1." in name
+    }
+    call = refused_like(
+        ckpttool, mixtral, tmp_path / "out", reference(tmp_path / "like", {**mixtral_hub, **third}, mixtral_config)
+    )
     assert third.keys() <= named(call)
 
 
 @pytest.mark.parametrize(("before", "after"), [(32, 40), (46, 48), (100, 101)])
 def test_other_shapes_show_both_sides(
-    before: int, after: int, ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    before: int,
+    after: int,
+    ckpttool: Run,
+    mixtral: Path,
+    mixtral_hub: Tensors,
+    mixtral_config: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """Hidden size, rows of the experts, vocabulary: every tensor of another shape is named."""
 
     def resized(value: torch.Tensor) -> torch.Tensor:
         return torch.zeros([after if size == before else size for size in value.shape])
 
-    like = reference(tmp_path / "like", {name: resized(value) for name, value in hub.items()}, config)
-    call = refused_like(ckpttool, role, tmp_path / "out", like, code=(4, 5))
-    wrong = {name for name, value in hub.items() if before in value.shape}
+    like = reference(tmp_path / "like", {name: resized(value) for name, value in mixtral_hub.items()}, mixtral_config)
+    call = refused_like(ckpttool, mixtral, tmp_path / "out", like, code=(4, 5))
+    wrong = {name for name, value in mixtral_hub.items() if before in value.shape}
     assert wrong
     assert wrong <= named(call)
-    shapes = {str(list(hub[name].shape)) for name in wrong}
+    shapes = {str(list(mixtral_hub[name].shape)) for name in wrong}
     assert [shape for shape in shapes if shape not in call.out] == []
     assert [shape for shape in shapes if shape.replace(str(before), str(after)) not in call.out] == []

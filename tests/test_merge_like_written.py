@@ -12,6 +12,7 @@ import torch
 
 from tests.merged import Tensors, tensors_in, unequal, write_role
 from tests.served import (
+    ODD,
     Run,
     config_in,
     index_alone,
@@ -23,26 +24,6 @@ from tests.served import (
     trained,
     without,
 )
-
-ODD = {f"model.layers.{layer}.odd.{part}.weight": torch.ones(2) for layer in (0, 1) for part in range(12)}
-
-
-@pytest.fixture
-def role(served_checkpoints: Path) -> Path:
-    """Mixtral: every kind of rule but a transposition is needed for it."""
-    return served_checkpoints / "mixtral"
-
-
-@pytest.fixture
-def hub(served_checkpoints: Path) -> dict[str, torch.Tensor]:
-    """What Mixtral has on the hub."""
-    return tensors_in(served_checkpoints / "expected" / "mixtral")
-
-
-@pytest.fixture
-def config(served_checkpoints: Path) -> dict[str, Any]:
-    return config_in(served_checkpoints / "expected" / "mixtral")
-
 
 # Tied weights
 
@@ -72,10 +53,10 @@ def test_an_alias_under_another_prefix(ckpttool: Run, served_checkpoints: Path, 
 
 
 def test_a_head_of_its_own_is_not_lost(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    like = reference(tmp_path / "like", without(hub, "lm_head"), config)
-    assert "lm_head.weight" in named(refused_like(ckpttool, role, tmp_path / "out", like))
+    like = reference(tmp_path / "like", without(mixtral_hub, "lm_head"), mixtral_config)
+    assert "lm_head.weight" in named(refused_like(ckpttool, mixtral, tmp_path / "out", like))
 
 
 def test_a_tied_head_that_has_diverged_is_not_lost(ckpttool: Run, served_checkpoints: Path, tmp_path: Path) -> None:
@@ -91,29 +72,36 @@ def test_a_tied_head_that_has_diverged_is_not_lost(ckpttool: Run, served_checkpo
 
 
 def test_dtypes_are_those_of_the_reference_one_by_one(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    expected = {name: value if "norm" in name or "gate" in name else value.bfloat16() for name, value in hub.items()}
-    merged_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", expected, config))
+    expected = {
+        name: value if "norm" in name or "gate" in name else value.bfloat16() for name, value in mixtral_hub.items()
+    }
+    merged_like(ckpttool, mixtral, tmp_path / "out", reference(tmp_path / "like", expected, mixtral_config))
     assert unequal(tensors_in(tmp_path / "out"), expected) == set()
 
 
 def test_packed_experts_have_one_dtype_each(
-    ckpttool: Run, hub: Tensors, role: Path, served_checkpoints: Path, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run,
+    mixtral_hub: Tensors,
+    mixtral: Path,
+    served_checkpoints: Path,
+    mixtral_config: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """Gate and up come of one tensor and are cast each as the reference has them."""
-    expected = {name: value.bfloat16() if ".w3." in name else value for name, value in hub.items()}
-    merged_like(ckpttool, role, tmp_path / "out", reference(tmp_path / "like", expected, config))
+    expected = {name: value.bfloat16() if ".w3." in name else value for name, value in mixtral_hub.items()}
+    merged_like(ckpttool, mixtral, tmp_path / "out", reference(tmp_path / "like", expected, mixtral_config))
     assert unequal(tensors_in(tmp_path / "out"), expected) == set()
 
 
 def test_buffers_of_integers_are_not_touched(
-    ckpttool: Run, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
     buffers = {"model.step": torch.tensor(7), "model.mask": torch.tensor([True, False])}
-    role = write_role(tmp_path / "role", hub, buffers, config=config)
-    half = {name: value.bfloat16() for name, value in hub.items()}
-    like = reference(tmp_path / "like", {**half, **buffers}, config)
+    role = write_role(tmp_path / "role", mixtral_hub, buffers, config=mixtral_config)
+    half = {name: value.bfloat16() for name, value in mixtral_hub.items()}
+    like = reference(tmp_path / "like", {**half, **buffers}, mixtral_config)
     merged_like(ckpttool, role, tmp_path / "out", like)
     assert unequal(tensors_in(tmp_path / "out"), {**half, **buffers}) == set()
 
@@ -144,24 +132,26 @@ def test_an_asked_dtype_wins(
 
 
 def test_a_cast_that_a_reference_asks_for_may_not_overflow(
-    ckpttool: Run, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    role = write_role(tmp_path / "role", {**hub, "model.norm.weight": torch.full((32,), 1e6)}, config=config)
-    like = reference(tmp_path / "like", {name: value.half() for name, value in hub.items()}, config)
+    role = write_role(
+        tmp_path / "role", {**mixtral_hub, "model.norm.weight": torch.full((32,), 1e6)}, config=mixtral_config
+    )
+    like = reference(tmp_path / "like", {name: value.half() for name, value in mixtral_hub.items()}, mixtral_config)
     assert "model.norm.weight" in refused_like(ckpttool, role, tmp_path / "out", like, code=4).out
 
 
 def test_a_reference_of_eight_bits_is_followed_in_names(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
     """As those of DeepSeek: scales are not missing, and nothing becomes fp8."""
-    whole = {name for name, value in hub.items() if value.ndim == 2 and "layers" in name and "gate" not in name}
+    whole = {name for name, value in mixtral_hub.items() if value.ndim == 2 and "layers" in name and "gate" not in name}
     scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in whole}
-    tensors = {name: value.to(torch.float8_e4m3fn) if name in whole else value for name, value in hub.items()}
-    quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    tensors = {name: value.to(torch.float8_e4m3fn) if name in whole else value for name, value in mixtral_hub.items()}
+    quantised = {**mixtral_config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     like = reference(tmp_path / "like", {**tensors, **scales}, quantised)
-    merged_like(ckpttool, role, tmp_path / "out", like)
-    assert unequal(tensors_in(tmp_path / "out"), hub) == set()
+    merged_like(ckpttool, mixtral, tmp_path / "out", like)
+    assert unequal(tensors_in(tmp_path / "out"), mixtral_hub) == set()
     assert "quantization_config" not in config_in(tmp_path / "out")
 
 
@@ -193,10 +183,10 @@ def test_a_merge_tells_what_it_renamed_and_split(ckpttool: Run, served_checkpoin
 
 
 def test_programs_read_every_name(
-    ckpttool: Run, role: Path, hub: Tensors, config: dict[str, Any], tmp_path: Path
+    ckpttool: Run, mixtral: Path, mixtral_hub: Tensors, mixtral_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    like = reference(tmp_path / "like", {**hub, **ODD}, config)
-    call = merged_like(ckpttool, role, tmp_path / "out", like, "--allow-missing", "*.odd.*")
+    like = reference(tmp_path / "like", {**mixtral_hub, **ODD}, mixtral_config)
+    call = merged_like(ckpttool, mixtral, tmp_path / "out", like, "--allow-missing", "*.odd.*")
     told = json.dumps(call.json["data"])
     assert [word for word in ("renamed", "split", "missing", "extra") if f'"{word}"' not in told] == []
 
