@@ -244,7 +244,8 @@ class _Follower:
         for projection in (experts.GATE_UP, experts.DOWN):
             mine = Packed(prefix, projection)
             names = [mine.single(naming, e, half) for e in range(len(group)) for half in range(mine.halves)]
-            present = [name for names_ in group.values() for name in names_ if name in set(names)]
+            wanted = set(names)
+            present = [name for several in group.values() for name in several if name in wanted]
             try:
                 target = self._joined(names, mine, f"{there}{projection}")
             except _Misfit as misfit:
