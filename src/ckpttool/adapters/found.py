@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpttool.errors import Problem
@@ -101,26 +100,22 @@ def _put(found: Adapted, name: str, what: Part) -> None:
         setattr(layer, what.kind, name)
 
 
-def faults(found: Adapted, adapters: Sequence[Adapter], *, fuse: bool) -> list[Problem]:
-    """Return what is wrong with the names: factors without their other half, several copies to ``fuse``, twins."""
+def faults(found: Adapted, adapters: Iterable[Adapter]) -> list[Problem]:
+    """Return what is wrong with the names: factors without their other half, copies of nothing, two of one name."""
     problems = Findings(most=1 << 30)
-    for layer in (layer for adapter in adapters for layer in adapter.layers.values()):
-        _check_halves(layer, problems)
-    copies = Counter(plain for adapter in adapters for plain in adapter.saved) if fuse else {}
-    for plain in (plain for plain, count in copies.items() if count > 1):
-        problems.group("adapter-misfit", "several of the adapters have a whole copy of it: choose one", plain)
-    for plain, several in _by_plain(found).items():
+    for adapter in adapters:
+        for layer in adapter.layers.values():
+            for kind, other in ((layer.down, "lora_B"), (layer.up, "lora_A")):
+                if kind and not (layer.down and layer.up):
+                    problems.group("adapter-halved", f"its {other} is missing", kind)
+            if not (layer.down or layer.up):
+                for name in layer.tensors:
+                    problems.group("adapter-halved", "its lora_A and lora_B are missing", name)
+    plains: Mapping[str, list[str]] = _by_plain(found)
+    for plain, several in plains.items():
         if len(several) > 1:
             problems.group("names-collide", f"{len(several)} tensors would be written as one", plain)
     return list(problems.all())
-
-
-def _check_halves(layer: Layer, problems: Findings) -> None:
-    if not (layer.down or layer.up):
-        for name in layer.tensors:
-            problems.group("adapter-halved", "its lora_A and lora_B are missing", name)
-    elif not layer.down or not layer.up:
-        problems.group("adapter-halved", f"its lora_{'B' if layer.down else 'A'} is missing", layer.down or layer.up)
 
 
 def _by_plain(found: Adapted) -> dict[str, list[str]]:

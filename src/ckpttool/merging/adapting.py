@@ -84,8 +84,8 @@ def adapt(
     if options.lora is None:
         raise _undecided(role, parts, tensors)
     chosen = _chosen(role, parts, options)
+    problems = found.faults(parts, chosen)
     fuse = options.lora in FUSE
-    problems = found.faults(parts, chosen, fuse=fuse)
     if fuse and parts.alone and base is None:
         raise UsageError(
             f"{role}: the adapters were saved without their base model",
@@ -99,7 +99,7 @@ def adapt(
     said = [(a, read_settings(given, a.name, several=len(parts.adapters) > 1)) for a in chosen]
     _check_kinds(said, fuse=fuse, elsewhere=base is not None)
     kinds = config.model_types if config is not None else ()
-    model = _model(parts, chosen, tensors) if base is None else _with_copies(base, chosen, tensors, kinds)
+    model = dict(base) if base is not None else _model(parts, chosen, tensors)
     if base is None and parts.alone:
         fusions = fusion.alone(said, tensors)
     else:
@@ -132,18 +132,6 @@ def _model(parts: Adapted, chosen: Iterable[Adapter], tensors: Mapping[str, Tens
     for adapter in chosen:
         stored |= adapter.saved
     return {plain: replace(tensors[name], name=plain) for plain, name in stored.items()}
-
-
-def _with_copies(
-    base: Mapping[str, TensorInfo], chosen: Iterable[Adapter], tensors: Mapping[str, TensorInfo], kinds: tuple[str, ...]
-) -> dict[str, TensorInfo]:
-    """Return the tensors of a base model that lies elsewhere, with whole copies in the place of what they replace."""
-    moves, model = moves_for(kinds), dict(base)
-    for adapter in chosen:
-        for plain, name in adapter.saved.items():
-            place = next((c.name for c in candidates(plain, moves) if c.name in base), plain)
-            model[place] = replace(tensors[name], name=place)
-    return model
 
 
 def _finders(
