@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpttool.errors import Problem
@@ -100,8 +101,11 @@ def _put(found: Adapted, name: str, what: Part) -> None:
         setattr(layer, what.kind, name)
 
 
-def faults(found: Adapted, adapters: Iterable[Adapter]) -> list[Problem]:
-    """Return what is wrong with the names: factors without their other half, copies of nothing, two of one name."""
+def faults(found: Adapted, adapters: Collection[Adapter], *, fuse: bool) -> list[Problem]:
+    """Return what is wrong with the names: factors without their other half, two of one name.
+
+    With ``fuse`` several whole copies of one tensor are that, too, and copies of what another adapter is on.
+    """
     problems = Findings(most=1 << 30)
     for adapter in adapters:
         for layer in adapter.layers.values():
@@ -111,18 +115,12 @@ def faults(found: Adapted, adapters: Iterable[Adapter]) -> list[Problem]:
             if not (layer.down or layer.up):
                 for name in layer.tensors:
                     problems.group("adapter-halved", "its lora_A and lora_B are missing", name)
-    plains: Mapping[str, list[str]] = _by_plain(found)
-    for plain, several in plains.items():
-        if len(several) > 1:
-            problems.group("names-collide", f"{len(several)} tensors would be written as one", plain)
+    base = Counter([*found.base.values(), *found.original.values()])
+    for plain in (plain for plain, count in base.items() if count > 1):
+        problems.group("names-collide", f"{base[plain]} tensors would be written as one", plain)
+    if fuse:
+        _find_clashes(found, adapters, problems)
     return list(problems.all())
-
-
-def _by_plain(found: Adapted) -> dict[str, list[str]]:
-    by_plain: dict[str, list[str]] = {}
-    for name, plain in found.base.items():
-        by_plain.setdefault(plain, []).append(name)
-    return by_plain
 
 
 def summary(adapter: Adapter, tensors: Mapping[str, TensorInfo]) -> str:
@@ -134,3 +132,16 @@ def summary(adapter: Adapter, tensors: Mapping[str, TensorInfo]) -> str:
     shown = [f"{kind} of rank {ranges(found)} on {counts} ({listing(modules)})"] if layers else []
     shown += [f"a copy of {listing(sorted(adapter.saved), 3)}"] if adapter.saved else []
     return f"{adapter.name}: {' and '.join(shown)}"
+
+
+def _find_clashes(found: Adapted, adapters: Collection[Adapter], problems: Findings) -> None:
+    """Find the whole copies of which more than one would be written, or into which something would be fused."""
+    base, copies = set(found.base.values()), Counter(plain for adapter in adapters for plain in adapter.saved)
+    adapted = {layer.plain for adapter in adapters for layer in adapter.layers.values()}
+    for plain, count in copies.items():
+        if count > 1:
+            problems.group("copies-clash", f"trained whole in {count} of the adapters: --adapter one of them", plain)
+        if plain in base:
+            problems.group("names-collide", "both of the base model and a trained copy of what is there", plain)
+        if plain.rpartition(".")[0] in adapted:
+            problems.group("copies-clash", "trained whole, and an adapter is on it, too", plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ckpttool.formats.peftnames import has_adapters
 from ckpttool.lowrank import Fusion
 from ckpttool.merging.result import FUSE, Fused, Options
 from ckpttool.naming import experts
-from ckpttool.naming.rules import candidates, moves_for
+from ckpttool.naming.rules import Move, candidates, moves_for
 from ckpttool.plan import Dropped
 from ckpttool.tensors import Index, TensorInfo
 
@@ -41,7 +41,7 @@ class Weights:
     """What a save is to become: the model by the names of training, what is fused into it, adapters to write.
 
     ``sources`` are all tensors, those of the model under the same names; ``adapters`` tells of each that is written or
-    fused.
+    fused; ``dtypes`` are those of a base model, by the names of the whole copies that take the place of its weights.
     """
 
     sources: Mapping[str, TensorInfo]
@@ -52,6 +52,7 @@ class Weights:
     dropped: tuple[Dropped, ...] = ()
     notes: tuple[Problem, ...] = ()
     base: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_adapted(tensors: Iterable[str], config: ModelConfig | None) -> bool:
@@ -84,8 +85,8 @@ def adapt(
     if options.lora is None:
         raise _undecided(role, parts, tensors)
     chosen = _chosen(role, parts, options)
-    problems = found.faults(parts, chosen)
     fuse = options.lora in FUSE
+    problems = found.faults(parts, chosen, fuse=fuse)
     if fuse and parts.alone and base is None:
         raise UsageError(
             f"{role}: the adapters were saved without their base model",
@@ -99,21 +100,24 @@ def adapt(
     said = [(a, read_settings(given, a.name, several=len(parts.adapters) > 1)) for a in chosen]
     _check_kinds(said, fuse=fuse, elsewhere=base is not None)
     kinds = config.model_types if config is not None else ()
-    model = dict(base) if base is not None else _model(parts, chosen, tensors)
+    model = _model(parts, tensors) if base is None else dict(base)
+    copies = _copies(chosen, model, moves_for(kinds) if base is not None else ())
     if base is None and parts.alone:
         fusions = fusion.alone(said, tensors)
     else:
         turned = any(kind in CONV1D for kind in kinds)
         fusions = fusion.fusions(said, tensors, *_finders(model, kinds), conv1d=turned)
+    taken = {*parts.base, *parts.original, *copies.values()}
+    dtypes = {name: model[name].dtype for name in copies if name in model} if base is not None else {}
+    model |= {name: replace(tensors[copy], name=name) for name, copy in copies.items()}
     _refuse(role, list(fusions.problems.all()))
     files = tuple(_files(parts, said, fusions, config, options)) if options.lora != "fuse" else ()
     written = {name for file in files for name in file.names}
     dropped = tuple(_dropped(parts, chosen, written, fuse=fuse))
     sources = dict(tensors)
     if fuse:
-        layers = (layer for adapter in chosen for layer in adapter.layers.values())
-        beside = {*written, *(name for layer in layers for name in layer.tensors), *(drop.name for drop in dropped)}
-        sources = {**model, **{name: tensor for name, tensor in tensors.items() if name in beside}}
+        beside = {*written, *(drop.name for drop in dropped)}
+        sources = {**model, **{name: t for name, t in tensors.items() if name in beside or name not in taken}}
     return Weights(
         sources=sources,
         model=model if fuse else {},
@@ -123,15 +127,23 @@ def adapt(
         dropped=dropped,
         notes=tuple(_notes(said, options)),
         base=base is not None,
+        dtypes=dtypes,
     )
 
 
-def _model(parts: Adapted, chosen: Iterable[Adapter], tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors of the model by plain names: the base, and for whole copies those of the chosen adapters."""
-    stored = {plain: name for name, plain in (*parts.base.items(), *parts.original.items())}
-    for adapter in chosen:
-        stored |= adapter.saved
-    return {plain: replace(tensors[name], name=plain) for plain, name in stored.items()}
+def _model(parts: Adapted, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors of the base model by plain names."""
+    stored = (*parts.base.items(), *parts.original.items())
+    return {plain: replace(tensors[name], name=plain) for name, plain in stored}
+
+
+def _copies(chosen: Iterable[Adapter], model: Mapping[str, TensorInfo], moves: Sequence[Move]) -> dict[str, str]:
+    """Return the whole copies of the chosen adapters by the names of what they replace, or else by their own."""
+    copies = {}
+    for plain, name in (item for adapter in chosen for item in adapter.saved.items()):
+        there = (candidate.name for candidate in candidates(plain, moves) if candidate.name in model)
+        copies[next(there, plain)] = name
+    return copies
 
 
 def _finders(
@@ -289,7 +301,8 @@ def _dropped(parts: Adapted, chosen: list[Adapter], kept: Iterable[str], *, fuse
             yield Dropped(name, "original-module", "the trained copy takes its place")
     if not fuse:
         reason = "--lora adapter: the base model is not written"
-        yield from (Dropped(name, "base-model", reason) for name in parts.base if name not in set(kept))
+        kept = set(kept)
+        yield from (Dropped(name, "base-model", reason) for name in parts.base if name not in kept)
     for adapter in parts.adapters.values():
         if adapter not in chosen:
             reason = f"of the adapter {adapter.name}, which --adapter does not name"

@@ -44,7 +44,7 @@ def draft(weights: Weights, tie: Tie, like: Reference | None, sizes: Sizes, opti
     model = {name: tensor for name, tensor in weights.model.items() if name not in left_out}
     followed = follow(model, like, sizes) if like is not None else Followed([whole(t) for t in model.values()])
     aliases = _aliases(followed.targets, tie, like)
-    targets = tuple(_with_dtype(target, weights.sources, like, options) for target in (*followed.targets, *aliases))
+    targets = tuple(_with_dtype(target, weights, like, options) for target in (*followed.targets, *aliases))
     adapters = tuple(_adapter_file(file, weights, options) for file in weights.files)
     beside = [file.targets for file in adapters]
     wrong = faults(targets, dropped, weights.sources, weights.fusions, beside)
@@ -71,12 +71,13 @@ def _aliases(targets: Iterable[Target], tie: Tie, like: Reference | None) -> lis
     return [replace(embedding, name=heads[0], twice=ALIAS_RULE) for embedding in embeddings[:1]]
 
 
-def _with_dtype(target: Target, sources: Mapping[str, TensorInfo], like: Reference | None, options: Options) -> Target:
-    """Give a target the dtype asked for, or that of the reference; otherwise it keeps that of its source."""
-    source = sources[target.parts[0].source]
+def _with_dtype(target: Target, weights: Weights, like: Reference | None, options: Options) -> Target:
+    """Give a target the dtype asked for, or that of the reference or the base; otherwise it keeps its source's."""
+    source = weights.sources[target.parts[0].source]
     dtype = written_dtype(source, options.dtype, cast_buffers=options.cast_buffers)
-    if options.dtype is None and like is not None and target.dtype in CASTABLE:
-        dtype = like.dtype(target.name) or dtype
+    if options.dtype is None and target.dtype in CASTABLE:
+        dtype = weights.dtypes.get(source.name, dtype)
+        dtype = (like.dtype(target.name) if like is not None else None) or dtype
     return replace(target, dtype=dtype)
 
 

@@ -1,0 +1,135 @@
+"""LoRA in `merge-fsdp`: combinations in which a tensor could be lost, or values written that nobody trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.adapters import LAYER, State, refused
+from tests.conftest import Call
+from tests.merged import QWEN2, same, tensors_in, write_config, write_role
+
+Run = Callable[..., Call]
+
+PEFT = "base_model.model."
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+ALPHA = ("--lora-alpha", 4)
+HEAD = "lm_head.modules_to_save.default.weight"
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values that differ."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+BASE: State = {
+    WEIGHT: numbers(4, 6, seed=1),
+    "model.embed_tokens.weight": numbers(10, 6, seed=2),
+    "lm_head.weight": numbers(10, 6, seed=3),
+}
+FACTORS: State = {
+    f"{LAYER}.lora_A.default.weight": numbers(2, 6, seed=4),
+    f"{LAYER}.lora_B.default.weight": numbers(4, 2, seed=5),
+}
+PLAIN: State = {
+    f"{LAYER}.base_layer.weight": BASE[WEIGHT],
+    **{PEFT + name: value for name, value in BASE.items() if name != WEIGHT},
+    **FACTORS,
+}
+
+
+def adapted(**changes: torch.Tensor) -> State:
+    """The tensors of a PEFT model with a few that are others, by the ends of their names."""
+    return {**PLAIN, **{f"{LAYER}.{name.replace('__', '.')}": value for name, value in changes.items()}}
+
+
+def base_model(folder: Path, tensors: State = BASE) -> Path:
+    """The directory of a base model."""
+    write_config(folder, QWEN2, ".")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+# Whole copies (modules_to_save)
+
+
+def test_copies_take_the_place_of_weights_of_the_base(merge_lora: Run, tmp_path: Path) -> None:
+    """The base lies elsewhere; what was trained as it is is not lost, and has the dtype of what it replaces."""
+    copy = numbers(10, 6, seed=6)
+    role = write_role(tmp_path / "role", {**FACTORS, PEFT + HEAD: copy}, config=QWEN2)
+    base = base_model(tmp_path / "base", {**BASE, "lm_head.weight": BASE["lm_head.weight"].bfloat16()})
+    assert merge_lora(role, "--lora", "both", *ALPHA, "--base", base).code == 0
+    assert same(tensors_in(tmp_path / "out")["lm_head.weight"], copy.bfloat16())
+    beside = tensors_in(tmp_path / "out" / "lora_adapter")
+    assert same(beside[f"{PEFT}lm_head.weight"], copy)
+
+
+def test_copies_that_the_base_does_not_have(merge_lora: Run, tmp_path: Path) -> None:
+    score = numbers(2, 6, seed=6)
+    classes = {**QWEN2, "architectures": ["Qwen2ForSequenceClassification"]}
+    role = write_role(
+        tmp_path / "role", {**FACTORS, f"{PEFT}score.modules_to_save.default.weight": score}, config=classes
+    )
+    base = base_model(tmp_path / "base", {name: BASE[name] for name in BASE if name != "lm_head.weight"})
+    assert merge_lora(role, "--lora", "fuse", *ALPHA, "--base", base).code == 0
+    assert same(tensors_in(tmp_path / "out")["score.weight"], score)
+
+
+def test_two_adapters_with_copies_of_one_tensor(merge_lora: Run, tmp_path: Path) -> None:
+    """None of them wins; each can be fused alone, and both can be written."""
+    copies = {name: numbers(10, 6, seed=number) for number, name in enumerate(("default", "style"))}
+    state = {
+        **{name: value for name, value in PLAIN.items() if name != f"{PEFT}lm_head.weight"},
+        **{f"{PEFT}lm_head.modules_to_save.{name}.weight": value for name, value in copies.items()},
+        f"{PEFT}lm_head.original_module.weight": BASE["lm_head.weight"],
+        f"{LAYER}.lora_A.style.weight": numbers(2, 6, seed=7),
+        f"{LAYER}.lora_B.style.weight": numbers(4, 2, seed=8),
+    }
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    both = ("--adapter", "default", "--adapter", "style")
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA, *both), 4, "lm_head.weight", "--adapter")
+    assert not (tmp_path / "out").exists()
+    assert merge_lora(role, "--lora", "adapter", *ALPHA, *both).code == 0
+    for name, value in copies.items():
+        assert same(tensors_in(tmp_path / "out" / name)[f"{PEFT}lm_head.weight"], value)
+
+
+def test_a_copy_of_what_another_adapter_is_on(merge_lora: Run, tmp_path: Path) -> None:
+    state = {**PLAIN, f"{LAYER}.modules_to_save.style.weight": numbers(4, 6, seed=7)}
+    del state[f"{LAYER}.base_layer.weight"]
+    role = write_role(tmp_path / "role", {**state, f"{LAYER}.original_module.weight": BASE[WEIGHT]}, config=QWEN2)
+    both = ("--adapter", "default", "--adapter", "style")
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA, *both), 4, WEIGHT)
+
+
+# Nothing is lost
+
+
+def test_a_copy_beside_the_weight_itself(merge_lora: Run, tmp_path: Path) -> None:
+    role = write_role(tmp_path / "role", {**PLAIN, PEFT + HEAD: numbers(10, 6, seed=6)}, config=QWEN2)
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA), 4, "lm_head.weight")
+
+
+def test_an_original_beside_the_weight_itself(merge_lora: Run, tmp_path: Path) -> None:
+    state = {**PLAIN, f"{PEFT}lm_head.original_module.weight": numbers(10, 6, seed=6)}
+    refused(
+        merge_lora(write_role(tmp_path / "role", state, config=QWEN2), "--lora", "fuse", *ALPHA), 4, "lm_head.weight"
+    )
+
+
+def test_factors_under_two_names(merge_lora: Run, tmp_path: Path) -> None:
+    """With the prefix of PEFT and without it: one of them would be passed over."""
+    name = f"{LAYER}.lora_A.default.weight"
+    state = {**PLAIN, name.removeprefix(PEFT): numbers(2, 6, seed=6)}
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA), 4, "lora_A.default.weight")
+
+
+def test_magnitudes_under_two_names(merge_lora: Run, tmp_path: Path) -> None:
+    """As newer and as older versions of PEFT call them."""
+    state = adapted(lora_magnitude_vector__default__weight=torch.ones(4), lora_magnitude_vector__default=torch.ones(4))
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA), 4, "lora_magnitude_vector.default")
