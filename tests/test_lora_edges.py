@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -133,3 +134,45 @@ def test_magnitudes_under_two_names(merge_lora: Run, tmp_path: Path) -> None:
     state = adapted(lora_magnitude_vector__default__weight=torch.ones(4), lora_magnitude_vector__default=torch.ones(4))
     role = write_role(tmp_path / "role", state, config=QWEN2)
     refused(merge_lora(role, "--lora", "fuse", *ALPHA), 4, "lora_magnitude_vector.default")
+
+
+# What is written can be computed with
+
+
+def test_a_row_of_zeros_has_no_direction(merge_lora: Run, tmp_path: Path) -> None:
+    """DoRA divides by its length: PEFT itself makes NaN of it."""
+    weight, up = BASE[WEIGHT].clone(), FACTORS[f"{LAYER}.lora_B.default.weight"].clone()
+    weight[1] = up[1] = 0
+    state = adapted(
+        base_layer__weight=weight, lora_B__default__weight=up, lora_magnitude_vector__default__weight=torch.ones(4)
+    )
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA), 4, WEIGHT, "not finite", "DoRA")
+
+
+@pytest.mark.parametrize("alpha", [1e39, 1e300])
+def test_sums_that_float32_does_not_hold(merge_lora: Run, tmp_path: Path, alpha: float) -> None:
+    role = write_role(tmp_path / "role", PLAIN, config=QWEN2)
+    refused(merge_lora(role, "--lora", "fuse", "--lora-alpha", alpha), 4, WEIGHT, "not finite", "alpha")
+
+
+def test_dora_on_packed_experts(merge_lora: Run, tmp_path: Path) -> None:
+    """PEFT has none: a magnitude for each row of all experts, or of each?"""
+    experts = f"{PEFT}model.layers.0.mlp.experts"
+    state = {
+        **PLAIN,
+        f"{experts}.base_layer.gate_up_proj": numbers(3, 8, 5),
+        f"{experts}.lora_A.default.weight": numbers(6, 5),
+        f"{experts}.lora_B.default.weight": numbers(8, 6),
+        f"{experts}.lora_magnitude_vector.default.weight": torch.ones(8),
+    }
+    refused(
+        merge_lora(write_role(tmp_path / "role", state, config=QWEN2), "--lora", "fuse", *ALPHA), 4, "DoRA", "experts"
+    )
+
+
+def test_a_rank_of_nothing(merge_lora: Run, tmp_path: Path) -> None:
+    state = adapted(lora_A__default__weight=torch.ones(0, 6), lora_B__default__weight=torch.ones(4, 0))
+    call = merge_lora(write_role(tmp_path / "role", state, config=QWEN2), "--lora", "fuse", *ALPHA)
+    refused(call, 4, "rank 0")
+    assert "None" not in call.err

@@ -29,6 +29,12 @@ PART = 1 << 19
 SMALL = 8 << 20
 """Bytes up to which a factor is kept in float32."""
 
+_NOT_FINITE = (
+    "Is alpha the right one? Otherwise the training has diverged: take an earlier step.",
+    "A row of zeros has no direction that DoRA could give a length. Is alpha the right one?",
+)
+"""What may be wrong with a sum that is not finite, of LoRA and of DoRA."""
+
 
 class Fuser:
     """Adds what ``fusions`` say to boxes of their sources. Not shared between threads."""
@@ -46,12 +52,19 @@ class Fuser:
     def fuse(self, fusion: Fusion, box: Box, values: Array) -> None:
         """Turn a box of a stored weight, in a contiguous array of float32 or float64, into that of the fused one.
 
-        Raises :class:`BrokenCheckpoint` for factors that are not finite.
+        Raises :class:`BrokenCheckpoint` for factors and for sums that are not finite.
         """
         trained = fusion.trained(box)
-        self._add(fusion, trained, values.reshape(trained[1]))
-        if fusion.magnitude:
-            self._stretch(fusion, box, values)
+        with np.errstate(all="ignore"):
+            self._add(fusion, trained, values.reshape(trained[1]))
+            if fusion.magnitude:
+                self._stretch(fusion, box, values)
+        if not np.isfinite(values).all():
+            raise BrokenCheckpoint(
+                f"{fusion.source}: with the adapter in it, it holds values that are not finite; nothing was written",
+                hint=_NOT_FINITE[bool(fusion.magnitude)],
+                code="not-finite",
+            )
 
     def _add(self, fusion: Fusion, box: Box, values: Array) -> None:
         offset, size = box
@@ -150,8 +163,7 @@ class Fuser:
             lengths = np.sqrt(_squares(values, axis))
         else:
             lengths = self._all_lengths(fusion, axis)[begin : begin + count]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factor = wanted.reshape(-1)[begin : begin + count] / lengths.astype(values.dtype)
+        factor = wanted.reshape(-1)[begin : begin + count] / lengths.astype(values.dtype)
         values *= factor.reshape([-1 if d == axis else 1 for d in range(values.ndim)])
 
     def _all_lengths(self, fusion: Fusion, axis: int) -> Array:

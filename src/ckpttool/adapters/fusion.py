@@ -187,10 +187,14 @@ def _add(
 ) -> None:
     rank = tensors[layer.down].shape[0] // (fit.experts or 1)
     said = settings.rank_of(layer.plain)
-    if not rank or (said is not None and said != rank):
-        found.problems.group(
-            "settings-disagree", f"of rank {rank}, {settings.where or 'nothing'} says {said}", layer.plain
-        )
+    if not rank:
+        found.problems.group("adapter-misfit", "of rank 0: its factors are empty", layer.plain)
+        return
+    if said is not None and said != rank:
+        found.problems.group("settings-disagree", f"of rank {rank}, {settings.where} says {said}", layer.plain)
+        return
+    if layer.magnitude and fit.experts:
+        found.problems.group("adapter-misfit", "DoRA on packed experts: which rows it is of is not known", layer.plain)
         return
     if layer.magnitude and tensors[layer.magnitude].numel != tensors[layer.up].shape[0]:
         found.problems.group("adapter-misfit", "as many magnitudes as rows are needed", layer.magnitude)
