@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.adapters import LAYER, State, refused
+from tests.adapters import CONFIG, LAYER, State, refused, settings
 from tests.conftest import Call
 from tests.merged import QWEN2, same, tensors_in, write_config, write_role
 
@@ -176,3 +177,41 @@ def test_a_rank_of_nothing(merge_lora: Run, tmp_path: Path) -> None:
     call = merge_lora(write_role(tmp_path / "role", state, config=QWEN2), "--lora", "fuse", *ALPHA)
     refused(call, 4, "rank 0")
     assert "None" not in call.err
+
+
+# Time
+
+
+def timed(merge_lora: Run, role: Path, *more: object) -> float:
+    """Seconds of a dry run that succeeds."""
+    started = time.monotonic()
+    call = merge_lora(role, *more, "--dry-run")
+    assert call.code == 0, call.err
+    return time.monotonic() - started
+
+
+def many(layers: int) -> State:
+    """The factors of many layers, and what they are on."""
+    state = {f"{PEFT}model.embed_tokens.weight": torch.ones(10, 1), f"{PEFT}lm_head.weight": torch.ones(10, 1)}
+    for layer in range(layers):
+        module = f"{PEFT}model.layers.{layer}.self_attn.q_proj"
+        state |= {f"{module}.{name}.weight": torch.ones(1, 1) for name in ("base_layer", "lora_A.default")}
+        state[f"{module}.lora_B.default.weight"] = torch.ones(1, 1)
+    return state
+
+
+def test_a_rank_for_every_module(merge_lora: Run, tmp_path: Path) -> None:
+    """As EVA writes them: more patterns than `re` keeps, each held against every module."""
+    role = write_role(tmp_path / "role", many(700), config=QWEN2, ranks=1)
+    ranks = {f"model.layers.{layer}.self_attn.q_proj": 1 for layer in range(700)}
+    settings(role / CONFIG, {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": ranks})
+    timed(merge_lora, role, "--lora", "fuse")
+    assert timed(merge_lora, role, "--lora", "fuse") < 4
+
+
+def test_names_that_are_too_long_for_patterns(merge_lora: Run, tmp_path: Path) -> None:
+    state = {name.replace("self_attn", "a." * 400 + "self_attn"): value for name, value in PLAIN.items()}
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    pattern = {"[a-z.]*[a-z.]*_proj": 2}
+    settings(role / CONFIG, {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "rank_pattern": pattern})
+    refused(merge_lora(role, "--lora", "fuse"), 4, "name of")

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ _UNKNOWN_ALPHA = "Say it: --lora-alpha NUMBER. It is what the run was configured
 _NOT_FUSED = ("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config")
 _NOT_FUSED_EITHER = ("kasa_config", "velora_config", "monteclora_config", "trainable_token_indices", "megatron_config")
 """Fields of ``adapter_config.json`` with which an adapter is more than ``B @ A``, or is not to be fused at all."""
+
+_LONGEST = 256
+"""Characters of a module's name up to which patterns are held against it: the time grows with their third power."""
 
 _CHANGES_BASE = re.compile(r"(pissa|corda|olora|loftq|lora_ga|orthogonal)")
 """Ways to begin (``init_lora_weights``) that take out of the base what the adapter begins with."""
@@ -77,18 +81,29 @@ class Settings:
 
 def _matching(values: Mapping[str, Value], path: str, otherwise: Value) -> Value:
     """Return the value whose key, a regular expression, is the end of a path."""
+    if values and len(path) > _LONGEST:
+        message = f"a module has a name of {len(path):,} characters: {path[:60]}..."
+        raise BrokenCheckpoint(message, hint="Patterns are not held against such names.", code="settings-unreadable")
     return next((value for key, value in values.items() if _ends_with(path, key)), otherwise)
 
 
 def _ends_with(path: str, key: str) -> bool:
-    return path == key or path.endswith(f".{key}") or re.match(rf"(.*\.)?({key})$", path) is not None
+    return path == key or path.endswith(f".{key}") or _expression(key).match(path) is not None
+
+
+@lru_cache(maxsize=1 << 16)
+def _expression(key: str) -> re.Pattern[str]:
+    """Compile a key once: there may be one a module, which is more than ``re`` itself keeps."""
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 def _check_key(key: str, what: str, where: str) -> None:
     """Raise for a regular expression that is none, or that may take for ever."""
     usual = len(key) <= 200 and re.fullmatch(r"[\w.\\*+|()\[\]^$?:-]+", key) and not re.search(r"[*+?)][*+?{]", key)
+    repeated, groups = key.count("*") + key.count("+"), key.count("(")
+    optional = key.count("?") - key.count("(?")
     try:
-        if not usual or key.count("*") + key.count("+") > 3:
+        if not usual or repeated > 2 or repeated + optional + groups > 4:  # each of them multiplies what is tried
             raise re.error("too much of an expression")
         re.compile(rf"(.*\.)?({key})$")
     except re.error as error:

@@ -7,7 +7,8 @@ of the adapter; a magnitude has no ``.weight``, a whole copy stands under the na
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpttool.adapters.found import Adapted, Adapter, Layer
@@ -25,8 +26,9 @@ def tensors(adapter: Adapter, found: Adapted, settings: Settings) -> dict[str, s
     for layer in adapter.layers.values():
         names |= _of_layer(layer)
     names |= {source: f"{PREFIX}{plain}" for plain, source in adapter.saved.items()}
+    modules = {layer.plain for layer in adapter.layers.values()}
     for source, plain in found.base.items():
-        if _is_kept(plain, adapter, settings):
+        if _is_kept(plain, modules, settings):
             names[source] = _stored(source)
     return dict(sorted(names.items(), key=lambda item: item[1]))
 
@@ -48,17 +50,13 @@ def _stored(name: str) -> str:
     return name if name.startswith(PREFIX) else PREFIX + name
 
 
-def _is_kept(plain: str, adapter: Adapter, settings: Settings) -> bool:
+def _is_kept(plain: str, modules: Collection[str], settings: Settings) -> bool:
     """Tell what of the base model belongs to an adapter: embeddings that it is on, biases that were trained."""
     module, _, field = plain.rpartition(".")
     bias = settings.config.get("bias")
-    if field == "bias" and (bias == "all" or (bias == "lora_only" and module in _modules(adapter))):
+    if field == "bias" and (bias == "all" or (bias == "lora_only" and module in modules)):
         return True
-    return module.rpartition(".")[2] in KEPT_WITH and module in _modules(adapter)
-
-
-def _modules(adapter: Adapter) -> set[str]:
-    return {layer.plain for layer in adapter.layers.values()}
+    return module.rpartition(".")[2] in KEPT_WITH and module in modules
 
 
 def config_bytes(
@@ -99,7 +97,7 @@ def _made(
     base: str | None,
 ) -> dict[str, Any]:
     layers = [layer for layer in adapter.layers.values() if layer.path not in experts]
-    usual = settings.rank or max(ranks.values(), default=1, key=lambda rank: list(ranks.values()).count(rank))
+    usual = settings.rank or next((rank for rank, _ in Counter(ranks.values()).most_common(1)), 1)
     return {
         "peft_type": "LORA",
         "task_type": settings.task_type,
