@@ -179,6 +179,26 @@ def test_a_rank_of_nothing(merge_lora: Run, tmp_path: Path) -> None:
     assert "None" not in call.err
 
 
+# What is said of them
+
+
+def test_orthogonal_factors_leave_the_base_as_it_is(merge_lora: Run, tmp_path: Path) -> None:
+    """Their product is zero when training begins: the model on the hub is their base."""
+    role = write_role(tmp_path / "role", FACTORS, config=QWEN2)
+    settings(role / CONFIG, {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "init_lora_weights": "orthogonal"})
+    assert merge_lora(role, "--lora", "fuse", "--base", base_model(tmp_path / "base")).code == 0
+    factors = (FACTORS[f"{LAYER}.lora_{side}.default.weight"].double() for side in "BA")
+    expected = BASE[WEIGHT].double() + 2 * torch.linalg.multi_dot(list(factors))
+    torch.testing.assert_close(tensors_in(tmp_path / "out")[WEIGHT].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_with_a_name_too_long_for_a_folder(merge_lora: Run, tmp_path: Path) -> None:
+    name = "ü" * 200
+    state = {key.replace(".default.", f".{name}."): value for key, value in PLAIN.items()}
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    refused(merge_lora(role, "--lora", "adapter", *ALPHA), 4, "no directory")
+
+
 # Time
 
 

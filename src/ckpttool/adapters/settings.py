@@ -7,6 +7,7 @@ say other values for modules whose path a key matches at its end. What nobody sa
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ _NOT_FUSED_EITHER = ("kasa_config", "velora_config", "monteclora_config", "train
 _LONGEST = 256
 """Characters of a module's name up to which patterns are held against it: the time grows with their third power."""
 
-_CHANGES_BASE = re.compile(r"(pissa|corda|olora|loftq|lora_ga|orthogonal)")
+_CHANGES_BASE = re.compile(r"(pissa|corda|olora|loftq|lora_ga)")
 """Ways to begin (``init_lora_weights``) that take out of the base what the adapter begins with."""
 
 
@@ -167,7 +168,7 @@ def _places(given: Given, name: str, *, several: bool) -> Iterator[Path]:
 
 def is_name(name: str) -> bool:
     """Tell whether a name is one of a folder, and of none elsewhere."""
-    return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+    return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name and len(os.fsencode(name)) < 256
 
 
 def _find_config(given: Given, name: str, *, several: bool) -> tuple[dict[str, Any] | None, Path | None]:
