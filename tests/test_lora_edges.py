@@ -199,6 +199,36 @@ def test_an_adapter_with_a_name_too_long_for_a_folder(merge_lora: Run, tmp_path:
     refused(merge_lora(role, "--lora", "adapter", *ALPHA), 4, "no directory")
 
 
+# Tied heads
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_tied_head_that_was_not_trained_with_its_embeddings(
+    merge_lora: Run, tmp_path: Path, copied: bool, elsewhere: bool
+) -> None:
+    """It is not stored, being an alias; the embeddings are no longer what it was in training."""
+    module, config = f"{PEFT}model.embed_tokens", {**QWEN2, "tie_word_embeddings": True}
+    down, up, copy = numbers(2, 10, seed=6), numbers(6, 2, seed=7), numbers(10, 6, seed=8)
+    state = {f"{module}.lora_embedding_A.default": down, f"{module}.lora_embedding_B.default": up}
+    if copied:
+        state = {f"{module}.modules_to_save.default.weight": copy, **FACTORS}
+    weights = {name: value for name, value in BASE.items() if name != "lm_head.weight"}
+    more: tuple[object, ...] = ()
+    if elsewhere:
+        more = ("--base", base_model(tmp_path / "base", weights))
+    else:
+        state[f"{module}.{'original_module' if copied else 'base_layer'}.weight"] = weights["model.embed_tokens.weight"]
+        state[f"{LAYER}.base_layer.weight" if copied else PEFT + WEIGHT] = weights[WEIGHT]
+    role = write_role(tmp_path / "role", state, config=config)
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA, *more), 4, "embed_tokens", "--drop-lm-head", "tied")
+    assert merge_lora(role, "--lora", "fuse", *ALPHA, *more, "--drop-lm-head").code == 0
+    found = tensors_in(tmp_path / "out")
+    assert found.keys() == weights.keys()
+    expected = copy if copied else weights["model.embed_tokens.weight"] + 2 * (up @ down).T
+    torch.testing.assert_close(found["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
 # Time
 
 

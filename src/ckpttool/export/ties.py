@@ -5,7 +5,7 @@ Pure but for ``differs``, which compares the two tensors where both are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckpttool.errors import Problem
@@ -65,20 +65,39 @@ def decide(
     *,
     untie: bool,
     drop_head: bool,
+    changed: Container[str] = (),
 ) -> Tie:
-    """Decide by the config, the family and the tensors; ``differs`` says how two tensors differ, or nothing."""
+    """Decide by the config, the family and the tensors; ``differs`` says how two tensors differ, or nothing.
+
+    ``changed`` are tensors that an adapter has made others: a head that is not stored was not trained with them.
+    """
     if config is None:
         return _refused("no-config", "without a config.json nothing is known of tying", untie, drop_head)
     pair = _find(tensors, config)
     tied, reason = _is_tied(config, pair)
     notes = () if config.said_ties else (f"config.json does not say {TIE}: {reason}",)
     if pair.head is None or pair.embedding is None:
-        tie = _one_of_them(pair, config, tied=tied, untie=untie, drop_head=drop_head)
+        apart = bool(tied and pair.head is None and pair.embedding in changed)
+        tie = _one_of_them(pair, config, tied=tied, untie=untie, drop_head=drop_head and not apart)
+        tie = _apart(pair, tie, drop_head=drop_head) if apart and config.generates else tie
     elif tied is False or (tied is None and drop_head):
         tie = _refused("not-tied", f"{pair.head} is no alias: {reason}", untie, drop_head)
     else:
         tie = _both(pair.head, pair.embeddings, differs, untie=untie, drop_head=drop_head, clear=tied is True)
     return replace(tie, notes=(*notes, *tie.notes), tied=tied is True, head=pair.head, embedding=pair.embedding)
+
+
+def _apart(pair: _Pair, tie: Tie, *, drop_head: bool) -> Tie:
+    """Refuse embeddings that were trained apart from the head that is their alias, but where that is asked for."""
+    if drop_head:
+        return replace(
+            tie, notes=(*tie.notes, f"--drop-lm-head: what {pair.embedding} has learned is in the head, too")
+        )
+    message = (
+        f"tied, but an adapter is in {pair.embedding} alone: the head, which is not stored, was trained without it"
+    )
+    hint = "Have the head learn it, too, as peft's merge does: --drop-lm-head. To keep them apart: --lora adapter."
+    return replace(tie, problems=(*tie.problems, Problem(code="tied-differ", message=message, hint=hint)))
 
 
 def heads_of(names: Iterable[str]) -> list[str]:

@@ -117,7 +117,14 @@ def _check(output: Path, opened: Opened, weights: Weights, like: Reference | Non
     check_space(output, planning.nbytes(weights, options))
     tie = Tie()
     if weights.model:
-        tie = ties.decide(weights.model, opened.config, differs, untie=options.untie, drop_head=options.drop_lm_head)
+        tie = ties.decide(
+            weights.model,
+            opened.config,
+            differs,
+            untie=options.untie,
+            drop_head=options.drop_lm_head,
+            changed={*weights.fusions, *weights.copies},
+        )
     draft = planning.draft(weights, tie, like, sizes_of(opened.config), options)
     if draft.unlike.problems and not draft.problems:
         raise _unlike(opened, draft)

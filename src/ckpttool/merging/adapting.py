@@ -41,7 +41,7 @@ class Weights:
     """What a save is to become: the model by the names of training, what is fused into it, adapters to write.
 
     ``sources`` are all tensors, those of the model under the same names; ``adapters`` tells of each that is written or
-    fused; ``dtypes`` are those of a base model, by the names of the whole copies that take the place of its weights.
+    fused, ``copies`` are the weights of the model that are whole copies, ``dtypes`` those of the base in their place.
     """
 
     sources: Mapping[str, TensorInfo]
@@ -53,6 +53,7 @@ class Weights:
     notes: tuple[Problem, ...] = ()
     base: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
 
 
 def is_adapted(tensors: Iterable[str], config: ModelConfig | None) -> bool:
@@ -128,6 +129,7 @@ def adapt(
         notes=tuple(_notes(said, options)),
         base=base is not None,
         dtypes=dtypes,
+        copies=frozenset(copies),
     )
 
 
