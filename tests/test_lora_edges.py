@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.adapters import CONFIG, LAYER, State, refused, settings
 from tests.conftest import Call
-from tests.merged import QWEN2, same, tensors_in, write_config, write_role
+from tests.merged import QWEN2, fingerprint, same, tensors_in, write_config, write_role
 
 Run = Callable[..., Call]
 
@@ -227,6 +227,30 @@ def test_a_tied_head_that_was_not_trained_with_its_embeddings(
     assert found.keys() == weights.keys()
     expected = copy if copied else weights["model.embed_tokens.weight"] + 2 * (up @ down).T
     torch.testing.assert_close(found["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+# Written over
+
+
+def test_force_replaces_what_was_written_with_adapters(ckpttool: Run, tmp_path: Path) -> None:
+    more = {name.replace(".default.", ".style."): value for name, value in FACTORS.items()}
+    role, out = write_role(tmp_path / "role", {**PLAIN, **more}, config=QWEN2), tmp_path / "out"
+    both = ("--adapter", "default", "--adapter", "style")
+    for ways in (("both", *both), ("both", *both[:2]), ("adapter", *both), ("fuse", *both[:2])):
+        assert ckpttool("merge-fsdp", role, "-o", out, "--lora", *ways, *ALPHA, "--force").code == 0
+    assert not [path for path in out.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("place", [".", "lora_adapter", "lora_adapter/default"])
+def test_force_keeps_what_is_not_of_an_adapter(ckpttool: Run, tmp_path: Path, place: str) -> None:
+    more = {name.replace(".default.", ".style."): value for name, value in FACTORS.items()}
+    role, out = write_role(tmp_path / "role", {**PLAIN, **more}, config=QWEN2), tmp_path / "out"
+    line = ("merge-fsdp", role, "-o", out, "--lora", "both", *ALPHA, "--adapter", "default", "--adapter", "style")
+    assert ckpttool(*line).code == 0
+    (out / place / "notes.md").write_text("mine")
+    before = fingerprint(out)
+    refused(ckpttool(*line, "--force"), 6, "--force")
+    assert fingerprint(out) == before
 
 
 # Time

@@ -75,8 +75,23 @@ def is_replaceable(output: Path) -> bool:
     """Tell whether ``--force`` may take away what is there: a model and nothing else, or nothing at all."""
     with suppress(OSError):
         names = os.listdir(output) if output.is_dir() and not output.is_symlink() else ["no directory"]
-        return all(is_of_a_model(name) for name in names) and (not names or hf.detect(output) is not None)
+        adapters = [name for name in names if _is_adapters(output / name)]
+        known = all(is_of_a_model(name) for name in names if name not in adapters)
+        return known and bool(not names or adapters or hf.detect(output) is not None)
     return False
+
+
+_ADAPTER = frozenset({hf.ADAPTER_CONFIG, "adapter_model.safetensors"})
+"""What is written of an adapter, and nothing else: a directory of peft's own has a README, and stays."""
+
+
+def _is_adapters(folder: Path, *, nested: bool = True) -> bool:
+    """Tell a directory of an adapter, or of several with a directory each, as ``merge-fsdp --lora`` writes them."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = os.listdir(folder)
+    files = all(name in _ADAPTER and (folder / name).is_file() for name in names)
+    return bool(names) and (files or (nested and all(_is_adapters(folder / name, nested=False) for name in names)))
 
 
 def give_back() -> None:
