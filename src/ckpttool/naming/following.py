@@ -244,8 +244,7 @@ class _Follower:
         for projection in (experts.GATE_UP, experts.DOWN):
             mine = Packed(prefix, projection)
             names = [mine.single(naming, e, half) for e in range(len(group)) for half in range(mine.halves)]
-            wanted = set(names)
-            present = [name for several in group.values() for name in several if name in wanted]
+            present = _of(projection, group)
             try:
                 target = self._joined(names, mine, f"{there}{projection}")
             except _Misfit as misfit:
@@ -281,3 +280,9 @@ class _Follower:
         how = Arrangement(shape, order, 2)
         rows_of = tuple(Rows(part.name, 0, rows) for part in parts)
         return Target(new, dtype, tuple(shape[axis] for axis in order), rows_of, how)
+
+
+def _of(projection: str, group: Mapping[int, list[str]]) -> list[str]:
+    """Return the names of a projection among those of experts that are there one by one."""
+    there = (name for names in group.values() for name in names)
+    return [name for name in there for one in (experts.single(name),) if one and one.projection == projection]

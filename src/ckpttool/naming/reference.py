@@ -14,10 +14,14 @@ from ckpttool.formats.hf import CONFIG
 from ckpttool.formats.jsonfile import INDEX_MOST, read_object
 from ckpttool.tensors import CASTABLE, Index
 
-_SCALES = re.compile(
-    r".*(_scale|_scale_inv|_scales|_zero_point|qzeros|g_idx|_blocks|input_scale|_absmax|_packed|_shape)"
-)
-"""Names of what quantised weights carry along; a plain weight has none of it."""
+_SCALES = re.compile(r"(?P<weight>.*?)_?(scale|scale_inv|scales|zero_point|qzeros|g_idx|input_scale|absmax|shape)")
+"""Names of what quantised weights carry along, where there is such a weight: a model may have a scale of its own."""
+
+_OF_CACHE = re.compile(r"(.*\.)?([kqv]|prob)_(scale|zero_point)")
+"""Scales of the cache of keys and values."""
+
+_QUANTISED = ("_blocks", "_packed")
+"""What the names of weights end with that are quantised."""
 
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)")
 
@@ -46,12 +50,28 @@ class Reference:
 
     @property
     def wanted(self) -> frozenset[str]:
-        """What an output has to hold: every name but scales of quantised weights and what is computed when loading."""
-        return frozenset(n for n in self.tensors if not _SCALES.fullmatch(n) and not _COMPUTED.fullmatch(n))
+        """What an output has to hold: every name but scales of quantised weights and what is computed when loading.
+
+        Weights that are quantised have to be there under their plain names.
+        """
+        names = (name for name in self.tensors if not self._is_scale(name) and not _COMPUTED.fullmatch(name))
+        return frozenset(_plain(name) for name in names)
+
+    def _is_scale(self, name: str) -> bool:
+        match = _SCALES.fullmatch(name)
+        weights = (f"{name.rpartition('.')[0]}.{weight}" for weight in ("weight", "qweight"))
+        return match is not None and bool(
+            self.has(match["weight"]) or any(map(self.has, weights)) or _OF_CACHE.fullmatch(name)
+        )
 
     def has(self, name: str) -> bool:
         """Tell whether a tensor is there, be it quantised under other names."""
-        return name in self.tensors or any(f"{name}{suffix}" in self.tensors for suffix in ("_blocks", "_packed"))
+        return name in self.tensors or any(f"{name}{suffix}" in self.tensors for suffix in _QUANTISED)
+
+
+def _plain(name: str) -> str:
+    """Return the name of a weight that is quantised where it is not."""
+    return next((name.removesuffix(suffix) for suffix in _QUANTISED if name.endswith(suffix)), name)
 
 
 def read_reference(folder: Path, given: str) -> Reference:
