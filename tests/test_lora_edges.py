@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.adapters import CONFIG, LAYER, State, refused, settings
 from tests.conftest import Call
-from tests.merged import QWEN2, fingerprint, same, tensors_in, write_config, write_role
+from tests.merged import QWEN2, config_of, fingerprint, same, tensors_in, write_config, write_role
 
 Run = Callable[..., Call]
 
@@ -227,6 +227,29 @@ def test_a_tied_head_that_was_not_trained_with_its_embeddings(
     assert found.keys() == weights.keys()
     expected = copy if copied else weights["model.embed_tokens.weight"] + 2 * (up @ down).T
     torch.testing.assert_close(found["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+# A base that is quantised where no adapter is
+
+
+def test_what_is_quantised_in_the_base_is_said_to_be(merge_lora: Run, tmp_path: Path) -> None:
+    """As GPT-OSS with an adapter on its attention, whose experts were bf16 in training."""
+    role = write_role(tmp_path / "role", FACTORS, config={**QWEN2, "quantization_config": {"dequantize": True}})
+    experts = {
+        f"model.layers.0.mlp.experts.gate_up_proj_{part}": torch.ones(2, 4, dtype=torch.uint8)
+        for part in ("blocks", "scales")
+    }
+    base, method = base_model(tmp_path / "base", {**BASE, **experts}), {"quant_method": "mxfp4"}
+    write_config(base, {**QWEN2, "quantization_config": method}, ".")
+    assert merge_lora(role, "--lora", "fuse", *ALPHA, "--base", base).code == 0
+    assert tensors_in(tmp_path / "out").keys() == {**BASE, **experts}.keys()
+    assert config_of(tmp_path / "out")["quantization_config"] == method
+
+
+def test_an_adapter_on_what_is_quantised_is_refused(merge_lora: Run, tmp_path: Path) -> None:
+    role = write_role(tmp_path / "role", FACTORS, config=QWEN2)
+    base = base_model(tmp_path / "base", {**BASE, WEIGHT: BASE[WEIGHT].to(torch.float8_e4m3fn)})
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA, "--base", base), 4, WEIGHT, "cannot be fused")
 
 
 # Written over

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ckpttool.errors import BrokenCheckpoint, Problem, Table, Unmapped, UsageError
 from ckpttool.export import doubtful, heads, outputs, ties
 from ckpttool.export.comparing import differing
-from ckpttool.export.config import unquantised
+from ckpttool.export.config import QUANTIZATION, unquantised
 from ckpttool.export.running import Prepared, run
 from ckpttool.export.side_files import SideFiles
 from ckpttool.export.ties import Tie
@@ -149,13 +150,14 @@ def _plan(opened: Opened, weights: Weights, draft: planning.Draft, options: Opti
     contents = {f"{file.folder}{ADAPTER_CONFIG}": file.config for file in weights.files}
     if not weights.model and weights.files:
         return Plan(draft.adapters, (), contents, draft.dropped), ()
-    removed = {**opened.edits.removed, **unquantised(draft.targets)}
+    plain = unquantised(draft.targets)
+    removed, fields = {**opened.edits.removed, **plain}, {**opened.edits.fields, **({} if plain else _of_base(opened))}
     plan, changes = outputs.directory(
         draft.targets,
         draft.dropped,
         opened.config,
         opened.side,
-        replace(opened.edits, untie=draft.tie.untie, removed=removed),
+        replace(opened.edits, untie=draft.tie.untie, fields=fields, removed=removed),
         most=options.max_shard_size,
         is_buffer=planning.buffers(weights.sources),
     )
@@ -166,6 +168,13 @@ def _plan(opened: Opened, weights: Weights, draft: planning.Draft, options: Opti
         fusions=weights.fusions,
     )
     return plan, changes
+
+
+def _of_base(opened: Opened) -> Mapping[str, tuple[Any, str]]:
+    """Return what only the base model's config says of its weights: how they are quantised."""
+    config = opened.base.config if opened.base is not None else None
+    said = {name: config.values[name] for name in QUANTIZATION if name in config.values} if config is not None else {}
+    return {name: (value, "so are the weights of the base model") for name, value in said.items()}
 
 
 def _sources(plan: Plan) -> set[str]:
