@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.adapters import CONFIG, LAYER, State, refused, settings
+from tests.adapters import CONFIG, LAYER, State, adapter_config, refused, settings
 from tests.conftest import Call
 from tests.merged import QWEN2, config_of, fingerprint, same, tensors_in, write_config, write_role
 
@@ -227,6 +227,39 @@ def test_a_tied_head_that_was_not_trained_with_its_embeddings(
     assert found.keys() == weights.keys()
     expected = copy if copied else weights["model.embed_tokens.weight"] + 2 * (up @ down).T
     torch.testing.assert_close(found["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_of_two_ranks_on_one_module(merge_lora: Run, tmp_path: Path) -> None:
+    """Each is written with its own; no file says either."""
+    style = {f"{LAYER}.lora_A.style.weight": numbers(3, 6), f"{LAYER}.lora_B.style.weight": numbers(4, 3)}
+    role = write_role(tmp_path / "role", {**PLAIN, **style}, config=QWEN2)
+    both = ("--adapter", "default", "--adapter", "style")
+    call = merge_lora(role, "--lora", "adapter", *ALPHA, *both, "--json")
+    assert call.code == 0, call.err
+    assert {one["name"]: one["ranks"] for one in call.json["data"]["adapters"]} == {"default": [2], "style": [3]}
+    for name, rank in (("default", 2), ("style", 3)):
+        config = adapter_config(tmp_path / "out" / name)
+        assert (config["r"], config["rank_pattern"]) == (rank, {})
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "module"),
+    [
+        ("model.visual.merger", "mlp.0.weight", "merger"),
+        ("model.visual.mergers.0", "weight", "model.visual.mergers.0"),
+        ("lm_head", "weight", "lm_head"),
+        ("model.embed_tokens", "weight", "embed_tokens"),
+    ],
+)
+def test_copies_are_named_by_their_module(merge_lora: Run, tmp_path: Path, path: str, field: str, module: str) -> None:
+    """PEFT takes every module for one that is to be copied whose path ends with the name, as `layers.0` with `0`."""
+    value = numbers(4, 6, seed=6)
+    copies = {f"{PEFT}{path}.{place}.{field}": value for place in ("modules_to_save.default", "original_module")}
+    state = {name: tensor for name, tensor in PLAIN.items() if name != f"{PEFT}{path}.{field}"}
+    role = write_role(tmp_path / "role", {**state, **copies}, config=QWEN2)
+    assert merge_lora(role, "--lora", "adapter", *ALPHA).code == 0
+    assert adapter_config(tmp_path / "out")["modules_to_save"] == [module]
+    assert f"{PEFT}{path}.{field}" in tensors_in(tmp_path / "out")
 
 
 # A base that is quantised where no adapter is

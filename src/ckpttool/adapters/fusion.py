@@ -44,13 +44,17 @@ Parameters = Callable[[str], "Parameter | None"]
 
 @dataclass(slots=True)
 class Fusions:
-    """What is fused into which source, and what does not fit; ``turned`` are the parameters stored ``[in, out]``."""
+    """What is fused into which source, and what does not fit.
+
+    By the name of A, which is of one layer of one adapter: ``ranks``, ``experts`` (the parameter that is adapted
+    directly), and in ``turned`` the linear layers stored ``[in, out]``.
+    """
 
     by_source: dict[str, Fusion] = field(default_factory=dict)
     problems: Findings = field(default_factory=lambda: Findings(most=1 << 30))
     ranks: dict[str, int] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
-    turned: bool = False
+    turned: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +203,11 @@ def _add(
     if layer.magnitude and tensors[layer.magnitude].numel != tensors[layer.up].shape[0]:
         found.problems.group("adapter-misfit", "as many magnitudes as rows are needed", layer.magnitude)
         return
-    found.ranks[layer.path] = rank
+    found.ranks[layer.down] = rank
     if fit.experts or not fit.name.endswith(".weight"):
-        found.experts[layer.path] = fit.name
-    found.turned = found.turned or (fit.turned and not fit.experts and not layer.embedding)
+        found.experts[layer.down] = fit.name
+    if fit.turned and not fit.experts and not layer.embedding:
+        found.turned.add(layer.down)
     update = LowRank(layer.up, layer.down, settings.scale(layer.plain, rank), fit.turned, fit.experts)
     for part in fit.parameter.parts:
         _put(found, part, update, layer.magnitude)
@@ -245,7 +250,7 @@ def alone(adapters: Sequence[tuple[Adapter, Settings]], tensors: Mapping[str, Te
                     "settings-disagree", f"of rank {down[0]}, {settings.where} says {said}", layer.plain
                 )
             else:
-                found.ranks[layer.path] = said or down[0]
+                found.ranks[layer.down] = said or down[0]
     return found
 
 

@@ -13,11 +13,14 @@ from typing import Any
 
 from ckpttool.adapters.found import Adapted, Adapter, Layer
 from ckpttool.adapters.settings import Settings
-from ckpttool.formats.peftnames import PREFIX
+from ckpttool.formats.peftnames import PREFIX, saved_module
 
 WEIGHTS = "adapter_model.safetensors"
 KEPT_WITH = ("embed_tokens", "lm_head")
 """Modules that PEFT saves with their own weights, where an adapter is on them."""
+
+_SHORT_MOST = 100
+"""Whole copies up to which it is looked for short names of theirs."""
 
 
 def tensors(adapter: Adapter, found: Adapted, settings: Settings) -> dict[str, str]:
@@ -71,7 +74,7 @@ def config_bytes(
 ) -> bytes:
     """Return ``adapter_config.json``: the one that was found, or one made of what the tensors and settings show.
 
-    ``ranks`` are those of modules, ``experts`` the parameters that are adapted directly, by the paths of layers;
+    ``ranks`` are those of modules, ``experts`` the parameters that are adapted directly, by the names of A;
     ``base`` is what model the adapter belongs on, where that is known.
     """
     if settings.config:
@@ -96,7 +99,8 @@ def _made(
     turned: bool,
     base: str | None,
 ) -> dict[str, Any]:
-    layers = [layer for layer in adapter.layers.values() if layer.path not in experts]
+    layers = [layer for layer in adapter.layers.values() if layer.down not in experts]
+    direct = (experts[layer.down] for layer in adapter.layers.values() if layer.down in experts)
     usual = settings.rank or next((rank for rank, _ in Counter(ranks.values()).most_common(1)), 1)
     return {
         "peft_type": "LORA",
@@ -115,8 +119,8 @@ def _made(
         "fan_in_fan_out": turned,
         "init_lora_weights": True,
         "target_modules": _targets([layer.plain for layer in layers], found.base.values()),
-        "target_parameters": sorted({_end(name, 3) for name in experts.values()}) or None,
-        "modules_to_save": sorted({plain.rpartition(".")[0].rpartition(".")[2] for plain in adapter.saved}) or None,
+        "target_parameters": sorted({_end(name, 3) for name in direct}) or None,
+        "modules_to_save": _saved({saved_module(name) for name in adapter.saved.values()}, found) or None,
     }
 
 
@@ -134,3 +138,20 @@ def _targets(adapted: list[str], base: Iterable[str]) -> list[str]:
     modules = {plain.rpartition(".")[0] for plain in base if plain.endswith(".weight")}
     others = {module for module in modules if module.rpartition(".")[2] in ends} - set(adapted)
     return sorted(ends) if not others else sorted(adapted)
+
+
+def _saved(modules: Collection[str], found: Adapted) -> list[str]:
+    """Return what PEFT finds whole copies by: any module is meant whose path ends with it, be it ``10`` and ``0``."""
+    short = {module: module.rpartition(".")[2] for module in modules}
+    if found.alone or len(short) > _SHORT_MOST:
+        return sorted(short)
+    others = {path for plain in found.base.values() for path in _paths(plain)}
+    shared = {end for end in short.values() if any(path.endswith(end) for path in others)}
+    return sorted({module if end in shared else end for module, end in short.items()})
+
+
+def _paths(plain: str) -> Iterator[str]:
+    """Yield the modules that a tensor is in."""
+    while "." in plain:
+        plain = plain.rpartition(".")[0]
+        yield plain

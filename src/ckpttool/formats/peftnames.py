@@ -87,6 +87,12 @@ def is_adapter(name: str) -> bool:
     return kind not in (BASE, ORIGINAL, FOREIGN) or (kind == FOREIGN and name.startswith(PREFIX))
 
 
+def saved_module(name: str) -> str:
+    """Return the module, as the model names it, that a tensor of a whole copy is of."""
+    match = _SAVED.fullmatch(name.removeprefix(PREFIX))
+    return plain(match["path"]) if match else ""
+
+
 def has_adapters(names: Iterable[str]) -> bool:
     """Tell whether a state dict is one of a PEFT model."""
     return any(name.startswith(PREFIX) or part(name).kind in (DOWN, UP, BIAS, MAGNITUDE, SAVED) for name in names)

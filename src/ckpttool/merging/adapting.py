@@ -271,10 +271,9 @@ def _files(
     base = options.base or (named if isinstance(named, str) and named else None)
     for adapter, its in said:
         folder = "".join([f"{FOLDER}/" if options.lora == "both" else "", f"{adapter.name}/" if len(said) > 1 else ""])
-        ranks = {layer.plain: fusions.ranks.get(layer.path, 0) for layer in adapter.layers.values()}
-        made = writing.config_bytes(
-            adapter, parts, its, ranks, experts=fusions.experts, turned=fusions.turned, base=base
-        )
+        ranks = {layer.plain: fusions.ranks.get(layer.down, 0) for layer in adapter.layers.values()}
+        turned = any(layer.down in fusions.turned for layer in adapter.layers.values())
+        made = writing.config_bytes(adapter, parts, its, ranks, experts=fusions.experts, turned=turned, base=base)
         yield AdapterFile(folder, writing.tensors(adapter, parts, its), made)
 
 
@@ -284,7 +283,7 @@ def _told(adapter: Adapter, its: Settings, fusions: Fusions) -> Fused:
         name=adapter.name,
         layers=len(layers),
         tensors=len(list(adapter.tensors)),
-        ranks=tuple(sorted({fusions.ranks[layer.path] for layer in layers if layer.path in fusions.ranks})),
+        ranks=tuple(sorted({fusions.ranks[layer.down] for layer in layers if layer.down in fusions.ranks})),
         alpha=its.alpha,
         alphas=dict(its.alphas),
         rslora=its.rslora,
