@@ -262,6 +262,18 @@ def test_copies_are_named_by_their_module(merge_lora: Run, tmp_path: Path, path:
     assert f"{PEFT}{path}.{field}" in tensors_in(tmp_path / "out")
 
 
+@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize("how", ["fuse", "adapter"])
+def test_magnitudes_that_the_settings_contradict(merge_lora: Run, tmp_path: Path, said: bool, how: str) -> None:
+    """DoRA without its magnitudes would be fused as another adapter; with them, PEFT would pass over them."""
+    state = PLAIN if said else adapted(lora_magnitude_vector__default__weight=torch.ones(4))
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    settings(role / CONFIG, {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_dora": said})
+    refused(merge_lora(role, "--lora", how), 4, "use_dora", "magnitude", "q_proj")
+    settings(role / CONFIG, {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_dora": not said})
+    assert merge_lora(role, "--lora", how).code == 0
+
+
 # A base that is quantised where no adapter is
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from ckpttool.adapters.fusion import CONV1D, Fusions, Parameter, Part
 from ckpttool.adapters.settings import FOLDER, Given, Settings, read_settings
 from ckpttool.errors import BrokenCheckpoint, Problem, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig
-from ckpttool.formats.findings import counted, listing
+from ckpttool.formats.findings import Findings, counted, listing
 from ckpttool.formats.folding import folded
 from ckpttool.formats.hf import ADAPTER_CONFIG
 from ckpttool.formats.peftnames import has_adapters
@@ -100,6 +101,7 @@ def adapt(
     given = Given(options.lora_alpha, options.adapter_config, roles)
     said = [(a, read_settings(given, a.name, several=len(parts.adapters) > 1)) for a in chosen]
     _check_kinds(said, fuse=fuse, elsewhere=base is not None)
+    _refuse(role, list(_dora_faults(said)))
     kinds = config.model_types if config is not None else ()
     model = _model(parts, tensors) if base is None else dict(base)
     copies = _copies(chosen, model, moves_for(kinds) if base is not None else ())
@@ -251,6 +253,19 @@ def _check_kinds(said: Iterable[tuple[Adapter, Settings]], *, fuse: bool, elsewh
                 hint="Fuse it into the base that the training saved, with a configuration that says so.",
                 code="adapter-kind",
             )
+
+
+def _dora_faults(said: Iterable[tuple[Adapter, Settings]]) -> Iterator[Problem]:
+    """Yield where ``use_dora`` and the magnitudes that are stored contradict one another."""
+    problems = Findings(most=1 << 30)
+    for adapter, its in said:
+        wanted = its.config.get("use_dora")
+        for layer in adapter.layers.values() if isinstance(wanted, bool) else ():
+            if wanted != bool(layer.magnitude):
+                there = "a magnitude" if layer.magnitude else "no lora_magnitude_vector"
+                text = f"has {there}, and {its.where} has use_dora {json.dumps(wanted)}"
+                problems.group("settings-disagree", text, layer.plain)
+    yield from problems.all()
 
 
 def _refuse(role: Path, problems: list[Problem]) -> None:
