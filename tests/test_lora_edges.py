@@ -274,6 +274,22 @@ def test_magnitudes_that_the_settings_contradict(merge_lora: Run, tmp_path: Path
     assert merge_lora(role, "--lora", how).code == 0
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_which_axis_of_a_square_weight_is_which(merge_lora: Run, tmp_path: Path, others: bool) -> None:
+    """Other layers show it, if there are any; else `fan_in_fan_out` says it."""
+    weight, down, up = numbers(6, 6, seed=1), numbers(2, 6, seed=2), numbers(6, 2, seed=3)
+    module = "model.layers.0.self_attn.o_proj"
+    square = {f"{module}.base_layer.weight": weight, f"{module}.lora_A.default.weight": down}
+    square[f"{module}.lora_B.default.weight"] = up
+    state = {PEFT + name: value for name, value in square.items()}
+    state |= PLAIN if others else {PEFT + name: value for name, value in BASE.items()}
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    settings(role / CONFIG, {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "fan_in_fan_out": True})
+    assert merge_lora(role, "--lora", "fuse").code == 0
+    expected = weight + 2 * (up @ down if others else (up @ down).T)
+    torch.testing.assert_close(tensors_in(tmp_path / "out")[f"{module}.weight"], expected, rtol=1e-5, atol=1e-5)
+
+
 # A base that is quantised where no adapter is
 
 

@@ -149,18 +149,19 @@ def _expert_ways(down: Index, up: Index, shape: Index) -> Iterator[bool]:
 def _is_turned(fits: Iterable[list[_Fit]], settings: Settings, *, conv1d: bool) -> dict[bool, bool]:
     """Decide for square weights, which fit both ways, by the others of the adapter: linear layers, and experts.
 
-    By ``False`` the answer for linear layers, by ``True`` that for experts; neither where nothing tells.
+    By ``False`` the answer for linear layers, by ``True`` that for experts; neither where nothing tells. What others
+    show comes before ``fan_in_fan_out``, which PEFT passes over for linear layers that are stored ``[out, in]``.
     """
-    said = settings.config.get("fan_in_fan_out")
-    decided: dict[bool, bool] = {False: said if said is True else conv1d}
+    shown: dict[bool, list[bool]] = {False: [], True: []}
     for ways in fits:
         clear = {(bool(fit.experts), fit.turned) for fit in ways}
         if len(clear) == 1:
             experts, turned = clear.pop()
             if experts or len(ways[0].parameter.shape) == 2:
-                decided.setdefault(experts, turned)
-                decided[experts] = turned if experts else decided[experts] or turned
-    return decided
+                shown[experts].append(turned)
+    said = settings.config.get("fan_in_fan_out") is True and not shown[False]
+    linear = conv1d or said or any(shown[False])
+    return {False: linear, True: shown[True][-1]} if shown[True] else {False: linear}
 
 
 def _decided(
