@@ -145,12 +145,16 @@ def test_modes_are_what_the_umask_leaves(mask: int, file: int, folder: int, tmp_
     ("said", "written"),
     [
         ({"torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
-        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({"dtype": "float32"}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
         ({"dtype": "float32", "torch_dtype": "float16"}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
         ({}, {"torch_dtype": "bfloat16"}),
-        ({"transformers_version": "5.1.0"}, {"transformers_version": "5.1.0", "dtype": "bfloat16"}),
-        ({"dtype": None}, {"dtype": "bfloat16"}),
-        ({"dtype": "auto"}, {"dtype": "bfloat16"}),
+        (
+            {"transformers_version": "5.1.0"},
+            {"transformers_version": "5.1.0", "dtype": "bfloat16", "torch_dtype": "bfloat16"},
+        ),
+        ({"dtype": None}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
+        ({"dtype": "auto"}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
+        ({"dtype": "auto", "model_type": "my_own"}, {"dtype": "bfloat16", "model_type": "my_own"}),
     ],
 )
 def test_the_config_says_what_was_written(said: dict[str, Any], written: dict[str, Any], tmp_path: Path) -> None:

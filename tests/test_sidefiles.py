@@ -161,7 +161,8 @@ def test_only_the_top_says_it(tmp_path: Path) -> None:
 def test_configs_as_transformers_writes_them_agree(config: Any, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "hf")
     config.save_pretrained(folder)
-    assert inspect(folder).problems == ()
+    earlier = {"config-of-5"} if config.model_type == "qwen3_vl" else set()  # what its text has for pictures
+    assert set(codes(inspect(folder))) == earlier
 
 
 @pytest.mark.parametrize(

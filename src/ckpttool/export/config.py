@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem
+from ckpttool.formats.findings import listing
 from ckpttool.formats.hfconfig import (
     CONFIG,
     DTYPE_KEYS,
@@ -22,6 +23,8 @@ from ckpttool.formats.hfconfig import (
     nested,
     read_config,
 )
+from ckpttool.formats.hfearlier import Addition, additions, part_of, value_of
+from ckpttool.formats.jsonfile import parse_object
 from ckpttool.formats.quantised import Stored, is_quantised
 
 __all__ = ["CONFIG", "GENERATES", "QUANTIZATION", "TIE", "Edits", "ModelConfig", "edited", "read_config"]
@@ -29,6 +32,9 @@ __all__ += ["read_side_config", "unquantised"]
 
 _LITERAL = "\0"
 _ESCAPED = "\\u0000"
+MANY, LONG = 9, 60
+"""Fields that are named in one line, and letters of what is around them."""
+
 _QUOTED_LITERAL = re.compile(r'"\\u0000([^"\\]*)\\u0000"')
 """Numbers with a fraction are carried through as they are written, marked by what hardly a config has."""
 
@@ -76,7 +82,7 @@ def edited(config: ModelConfig, dtype: str | None, edits: Edits) -> tuple[bytes,
     ``dtype`` (torch's name) is what the weights are written in: every dtype field is made to say it, and one is added
     where there is none.
     """
-    keep = b"\\u0000" not in config.raw
+    keep = _ESCAPED.encode() not in config.raw
     values = json.loads(config.raw, parse_float=(lambda text: f"{_LITERAL}{text}{_LITERAL}") if keep else float)
     changes: list[str] = []
     if dtype is not None:
@@ -84,14 +90,31 @@ def edited(config: ModelConfig, dtype: str | None, edits: Edits) -> tuple[bytes,
     if edits.untie:
         changes += _set_untied(values)
     changes += _set(values, edits)
-    if not changes:
-        return config.raw, ()
+    changes += _say_earlier(values, parse_object(_written(config, values), config.path) if changes else config.values)
+    return (_written(config, values), tuple(changes)) if changes else (config.raw, ())
+
+
+def _written(config: ModelConfig, values: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(values, indent=2, ensure_ascii=config.raw.isascii())
     except RecursionError as error:
         raise BrokenCheckpoint(f"{config.path}: nested too deeply", code="bad-json") from error
-    text = _QUOTED_LITERAL.sub(r"\1", text) if keep else text
-    return text.encode("utf-8", "surrogatepass") + b"\n", tuple(changes)
+    text = text if _ESCAPED.encode() in config.raw else _QUOTED_LITERAL.sub(r"\1", text)
+    return text.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _say_earlier(values: dict[str, Any], plain: Mapping[str, Any]) -> Iterator[str]:
+    """Add what earlier readers look for elsewhere; ``plain`` are the values with numbers that are numbers."""
+    added: dict[str, list[str]] = {}
+    for addition in additions(plain):
+        if isinstance(addition, Addition):
+            part = part_of(addition, values)
+            part[addition.field] = value_of(addition, part)
+            name = ".".join((*(key[:LONG] for key in addition.path), addition.field))
+            added.setdefault(addition.source[0], []).append(name)
+    for source, names in added.items():
+        has = "has it" if len(names) == 1 else "has them"
+        yield f"{listing(names, MANY)}: added as {source} {has}, for transformers 4"
 
 
 def _set(values: dict[str, Any], edits: Edits) -> Iterator[str]:

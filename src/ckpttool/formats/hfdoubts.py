@@ -16,6 +16,7 @@ from ckpttool.formats import hftokens
 from ckpttool.formats.families import TIED, UNTIED
 from ckpttool.formats.findings import listing
 from ckpttool.formats.hfconfig import CONFIG, DTYPE_KEYS, QUANTIZATION, TEXT, TIE, ModelConfig, is_head, nested
+from ckpttool.formats.hfearlier import Addition, Unclear, additions, part_of, value_of
 from ckpttool.formats.hftokens import TOKENIZER
 from ckpttool.formats.jsonfile import read_object
 from ckpttool.formats.quantised import Stored, is_quantised
@@ -92,6 +93,7 @@ def doubts(beside: Beside, weights: Weights | None) -> Iterator[Problem]:
     if config.generates and GENERATION not in beside.names:
         yield _no_generation(config)
     yield from _tie(config, weights)
+    yield from _earlier(config)
     if weights is not None and weights.main is not None and not weights.quantised:
         yield from _quantisation(config, weights)
         yield from _dtypes(config, weights)
@@ -158,6 +160,36 @@ def _lie(said: str, fields: list[str], weights: Weights) -> Problem:
         return _note("config-dtype", message, f"What is converted is {main}, and its {CONFIG} says so.")
     hint = f"transformers 5 and vLLM cast to what it says. To load the weights as they are, write {main} there."
     return _note("config-dtype", message, hint)
+
+
+def _earlier(config: ModelConfig) -> Iterator[Problem]:
+    """Yield one note where readers before transformers 5 take other values, or would whatever is added for them."""
+    found = list(additions(config.values))
+    for unclear in (one for one in found if isinstance(one, Unclear)):
+        where = f"{CONFIG}, {'.'.join(unclear.path)[:LONG]}" if unclear.path else CONFIG
+        hint = "Load it with transformers 5, or with what reads rope_parameters."
+        yield _note("config-of-5", f"{where}: {unclear.why}; transformers 4 makes another model of it", hint)
+        return
+    harm = [_taken(one, part_of(one, config.values)) for one in found if isinstance(one, Addition) and one.harmful]
+    if harm:
+        message = f"{CONFIG} is written for transformers 5; transformers 4 does not see {listing(harm, FEW)}"
+        hint = (
+            "It loads without an error and writes nonsense, or not at all. merge-fsdp and to-hf write what both read."
+        )
+        yield _note("config-of-5", message, hint)
+
+
+def _taken(addition: Addition, part: Mapping[str, Any]) -> str:
+    """Return the field with what it says and what is taken instead, in short."""
+    name = _dotted(".".join(addition.path), addition.field)
+    said, taken = (_brief(value) for value in (value_of(addition, part), addition.taken))
+    return f"{name} {said} and takes {taken}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict):
+        return "mrope" if "mrope_section" in value else str(value.get("rope_type", value.get("type")))[:20]
+    return "none" if value is None else f"{value:.12g}" if isinstance(value, float) else str(value)[:20]
 
 
 def _tie(config: ModelConfig, weights: Weights | None) -> Iterator[Problem]:
