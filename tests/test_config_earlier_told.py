@@ -63,6 +63,7 @@ OLD: dict[str, dict[str, Any]] = {
     "unknown-inside": {"model_type": "llava", "text_config": {"model_type": "my_own", **based(PLAIN)}},
     "no-type": {"dtype": "bfloat16", **based(PLAIN)},
     "both-forms": {"model_type": "llama", "rope_theta": BASE, "rope_scaling": YARN, **based(YARN)},
+    "both-unscaled": {"model_type": "llama", "rope_theta": BASE, "rope_scaling": {"type": "default"}, **based(PLAIN)},
     "both-by-type": {"model_type": "llama", "rope_theta": BASE, "rope_scaling": {"type": "linear", "factor": 2.5}}
     | based(LINEAR),
 }
@@ -125,6 +126,11 @@ def test_a_name_around_a_field_is_cut(tmp_path: Path) -> None:
 UNCLEAR: dict[str, tuple[dict[str, Any], str]] = {
     "another-base": ({"model_type": "llama", "rope_theta": 1e4, **based(YARN)}, "rope_theta says something else"),
     "another-scaling": ({"model_type": "llama", "rope_scaling": LINEAR, **based(YARN)}, "rope_scaling says something"),
+    "old-scaling-alone": ({"model_type": "llama", "rope_scaling": YARN, **based(YARN)}, "rope_scaling says something"),
+    "old-scaling-of-none": (
+        {"model_type": "llama", "rope_theta": BASE, "rope_scaling": YARN, **based(PLAIN)},
+        "rope_scaling says something else than rope_parameters",
+    ),
     "scaling-is-text": ({"model_type": "llama", "rope_scaling": "yarn", **based(YARN)}, "rope_scaling says something"),
     "new-scaling": ({"model_type": "llama", **based({"rope_type": "proportional"})}, "proportional has no earlier"),
     "long": ({"model_type": "llama", **based({"rope_type": "longrope"}, **LONG)}, "longrope has no earlier form"),

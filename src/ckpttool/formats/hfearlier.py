@@ -121,9 +121,7 @@ def _rope(path: _Path, part: _Table, kind: str) -> Found:
     wanted = list(_layered(path, rope, kind) if kind in LAYERED else _flat(path, rope, kind))
     unclear = [found for found in wanted if isinstance(found, Unclear)]
     fields = [found for found in wanted if isinstance(found, Addition)]
-    unclear += [
-        Unclear(path, f"{field.field} says something else than {ROPE}") for field in fields if _differs(field, part)
-    ]
+    unclear += [Unclear(path, f"{name} says something else than {ROPE}") for name in _contradicting(part, fields)]
     if unclear:
         yield unclear[0]
         return
@@ -132,9 +130,20 @@ def _rope(path: _Path, part: _Table, kind: str) -> Found:
     )
 
 
-def _differs(addition: Addition, part: _Table) -> bool:
-    there = part.get(addition.field)
-    return there is not None and _bare(there) != _bare(value_of(addition, part))
+def _contradicting(part: _Table, fields: list[Addition]) -> Iterator[str]:
+    """Yield the fields that are there and say something else.
+
+    Where there is an old scaling, 5 takes it for the whole of the parameters, with what else is there in the old form:
+    what is missing then is not what the new form says of it, and may not be added.
+    """
+    meant = {field.field: value_of(field, part) for field in fields}
+    for name, value in meant.items():
+        if part.get(name) is not None and _bare(part[name]) != _bare(value):
+            yield name
+    if part.get(SCALING) is not None and fields:
+        unscaled = SCALING not in meant and _bare(part[SCALING]) != _bare({"rope_type": "default"})
+        if unscaled or any(part.get(name) is None for name in meant):
+            yield SCALING
 
 
 def _bare(said: Any) -> Any:
