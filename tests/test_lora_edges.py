@@ -373,3 +373,20 @@ def test_names_that_are_too_long_for_patterns(merge_lora: Run, tmp_path: Path) -
     pattern = {"[a-z.]*[a-z.]*_proj": 2}
     settings(role / CONFIG, {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "rank_pattern": pattern})
     refused(merge_lora(role, "--lora", "fuse"), 4, "name of")
+
+
+def test_square_weights_that_may_be_conv1d_need_their_config(merge_lora: Run, tmp_path: Path) -> None:
+    """GPT-2 stores `[in, out]`; of `c_proj` alone neither shapes nor a config say it."""
+    module = f"{PEFT}transformer.h.0.attn.c_proj"
+    state = {
+        f"{module}.base_layer.weight": numbers(6, 6, seed=1),
+        f"{module}.lora_A.default.weight": numbers(2, 6, seed=2),
+        f"{module}.lora_B.default.weight": numbers(6, 2, seed=3),
+    }
+    role = write_role(tmp_path / "role", state)
+    refused(merge_lora(role, "--lora", "fuse", *ALPHA), 4, "square")
+    config = write_config(tmp_path / "gpt2", {"model_type": "gpt2", "architectures": ["GPT2Model"]}, ".").parent
+    assert merge_lora(role, "--lora", "fuse", *ALPHA, "--hf-config", config).code == 0
+    down, up = (state[f"{module}.lora_{side}.default.weight"] for side in "AB")
+    found = tensors_in(role.parent / "out")["transformer.h.0.attn.c_proj.weight"]
+    torch.testing.assert_close(found, state[f"{module}.base_layer.weight"] + 2 * (up @ down).T)

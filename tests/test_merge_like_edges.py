@@ -81,3 +81,13 @@ def test_a_missing_expert_is_named(ckpttool: Run, tmp_path: Path) -> None:
     missing = next(problem for problem in found.json["problems"] if "packed" in problem["message"])
     assert f"{EXPERTS}.2.gate_proj.weight" in missing["message"]
     assert f"{EXPERTS}.4." not in missing["message"]
+
+
+@pytest.mark.parametrize(("here", "there"), [(torch.int64, torch.float32), (torch.float32, torch.int64)])
+def test_a_counter_is_no_weight(ckpttool: Run, tmp_path: Path, here: torch.dtype, there: torch.dtype) -> None:
+    state = {**PLAIN, "model.steps": torch.ones(3, dtype=here)}
+    role = write_role(tmp_path / "role", state, config=QWEN2)
+    like = reference(tmp_path / "like", {**PLAIN, "model.steps": torch.ones(3, dtype=there)}, QWEN2)
+    call = refused_like(ckpttool, role, tmp_path / "out", like)
+    assert [problem["code"] for problem in call.json["problems"]] == ["dtypes-disagree"] * 2
+    assert "model.steps" in named(call)

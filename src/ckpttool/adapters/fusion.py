@@ -17,6 +17,9 @@ from ckpttool.formats.findings import Findings
 from ckpttool.lowrank import Fusion, LowRank
 from ckpttool.tensors import Index, TensorInfo
 
+CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
+"""Modules that may be stored so, where no config says what model it is."""
+
 CONV1D = frozenset({"gpt2", "openai-gpt", "ctrl", "decision_transformer", "imagegpt", "gpt-sw3"})
 """Model types whose linear layers are stored ``[in, out]``, which a square weight does not show."""
 
@@ -73,12 +76,12 @@ def fusions(
     parameters: Parameters,
     below: Callable[[str], Iterable[str]],
     *,
-    conv1d: bool,
+    conv1d: bool | None,
 ) -> Fusions:
     """Find what every layer of these adapters is added to.
 
     ``below`` lists the parameters right below a module, for layers on parameters that are no ``weight``; ``conv1d`` is
-    whether square weights are stored ``[in, out]``.
+    whether square weights are stored ``[in, out]``, ``None`` where that is not known.
     """
     found = Fusions()
     several = len(adapters) > 1
@@ -87,7 +90,10 @@ def fusions(
             layer.path: _fits(layer, tensors, parameters, below) for layer in adapter.layers.values() if _whole(layer)
         }
         linear = [fits[layer.path] for layer in adapter.layers.values() if _whole(layer) and not layer.embedding]
-        turned = _is_turned(linear, settings, conv1d=conv1d)
+        doubt = conv1d is None and any(
+            layer.plain.rpartition(".")[2] in CONV1D_NAMES for layer in adapter.layers.values()
+        )
+        turned = _is_turned(linear, settings, conv1d=None if doubt else bool(conv1d))
         for layer in adapter.layers.values():
             if not _whole(layer):
                 continue  # told of with the names
@@ -146,7 +152,7 @@ def _expert_ways(down: Index, up: Index, shape: Index) -> Iterator[bool]:
         yield True
 
 
-def _is_turned(fits: Iterable[list[_Fit]], settings: Settings, *, conv1d: bool) -> dict[bool, bool]:
+def _is_turned(fits: Iterable[list[_Fit]], settings: Settings, *, conv1d: bool | None) -> dict[bool, bool]:
     """Decide for square weights, which fit both ways, by the others of the adapter: linear layers, and experts.
 
     By ``False`` the answer for linear layers, by ``True`` that for experts; neither where nothing tells. What others
@@ -160,8 +166,10 @@ def _is_turned(fits: Iterable[list[_Fit]], settings: Settings, *, conv1d: bool) 
             if experts or len(ways[0].parameter.shape) == 2:
                 shown[experts].append(turned)
     said = settings.config.get("fan_in_fan_out") is True and not shown[False]
-    linear = conv1d or said or any(shown[False])
-    return {False: linear, True: shown[True][-1]} if shown[True] else {False: linear}
+    decided = {True: shown[True][-1]} if shown[True] else {}
+    if conv1d is not None or said or shown[False]:
+        decided[False] = bool(conv1d) or said or any(shown[False])
+    return decided
 
 
 def _decided(

@@ -108,7 +108,7 @@ def adapt(
     if base is None and parts.alone:
         fusions = fusion.alone(said, tensors)
     else:
-        turned = any(kind in CONV1D for kind in kinds)
+        turned = any(kind in CONV1D for kind in kinds) if kinds else None
         fusions = fusion.fusions(said, tensors, *_finders(model, kinds), conv1d=turned)
     taken = {*parts.base, *parts.original, *copies.values()}
     dtypes = {name: model[name].dtype for name in copies if name in model} if base is not None else {}

@@ -12,6 +12,7 @@ from ckpttool.errors import Problem, UsageError
 from ckpttool.formats.folding import folded, numbered
 from ckpttool.naming.reference import Reference
 from ckpttool.plan import Target
+from ckpttool.tensors import CASTABLE
 
 _COUNTED = {"layers": r"(?:.*\.)?layers\.", "experts": r".*\.experts\."}
 
@@ -62,15 +63,30 @@ def match(targets: Iterable[Target], like: Reference, wanted: Iterable[str], all
         shape = like.shape(name)
         if shape is not None and shape != target.shape:
             others.setdefault(f"{list(target.shape)} here, {list(shape)} in the reference", []).append(name)
+    kinds: dict[str, list[str]] = {}
+    for name, target in written.items():
+        there = like.tensors.get(name)
+        if there is not None and _are_of_two_kinds(target.dtype, there[0]):
+            kinds.setdefault(f"{target.dtype} here, {there[0]} in the reference", []).append(name)
     where = f"The reference is {like.path} (--like)."
     found = [
         *_folded("only-in-reference", "in the reference only", missing, where),
         *_folded("not-in-reference", "not in the reference", extra, hint or where),
         *(Problem(code="shapes-disagree", message=f"{text}: {_together(names)}") for text, names in others.items()),
+        *(Problem(code="dtypes-disagree", message=f"{text}: {_together(names)}") for text, names in kinds.items()),
     ]
     sizes = tuple(_counts(like.tensors, written)) if found else ()
     found[:0] = [Problem(code="reference-disagrees", message=text) for text in sizes]
     return Match(tuple(missing), tuple(extra), (*lacking, *surplus), others, sizes, like.model_type, tuple(found))
+
+
+_WHOLE = frozenset({"int64", "int32", "bool"})
+"""What counters, positions and masks are; smaller integers may be quantised weights."""
+
+
+def _are_of_two_kinds(dtype: str, other: str) -> bool:
+    """Tell whether one is a float and the other an integer, which no cast and no quantisation makes the same."""
+    return (dtype in _WHOLE and other in CASTABLE) or (dtype in CASTABLE and other in _WHOLE)
 
 
 def _sorted_out(names: Sequence[str], patterns: Sequence[str], option: str) -> tuple[list[str], list[str]]:
