@@ -6,6 +6,8 @@ again with every box. Matrices are multiplied in parts of at most ``PART`` eleme
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
@@ -41,9 +43,9 @@ class Fuser:
 
     def __init__(self, reader: Reader, sources: Mapping[str, TensorInfo], fusions: Mapping[str, Fusion]) -> None:
         self._reader, self._sources, self._fusions = reader, sources, fusions
-        self._held: OrderedDict[str, Array] = OrderedDict()
+        self._held: OrderedDict[tuple[str, Index], Array] = OrderedDict()
         self._product: Array = np.empty(0, np.float32)
-        self._lengths: tuple[str, Array] | None = None
+        self._lengths: tuple[tuple[str, Index], Array] | None = None
 
     def of(self, name: str) -> Fusion | None:
         """Return what is fused into a source, if anything is."""
@@ -54,11 +56,16 @@ class Fuser:
 
         Raises :class:`BrokenCheckpoint` for factors and for sums that are not finite.
         """
-        trained = fusion.trained(box)
+        offset, size = fusion.trained(box)
+        values = values.reshape(size)
+        front = len(fusion.lead) + fusion.stacked
         with np.errstate(all="ignore"):
-            self._add(fusion, trained, values.reshape(trained[1]))
-            if fusion.magnitude:
-                self._stretch(fusion, box, values)
+            for index in itertools.product(*map(range, size[:front])):
+                at = tuple(o + i for o, i in zip(offset, index, strict=False))
+                matrix = offset[front:], size[front:]
+                self._add(fusion, at, matrix, values[index])
+                if fusion.magnitude:
+                    self._stretch(fusion, at, matrix, values[index])
         if not np.isfinite(values).all():
             raise BrokenCheckpoint(
                 f"{fusion.source}: with the adapter in it, it holds values that are not finite; nothing was written",
@@ -66,27 +73,37 @@ class Fuser:
                 code="not-finite",
             )
 
-    def _add(self, fusion: Fusion, box: Box, values: Array) -> None:
-        offset, size = box
+    def _add(self, fusion: Fusion, at: Index, box: Box, values: Array) -> None:
+        """Add all updates to a box of the matrix that lies behind the indices ``at``."""
         for update in fusion.updates:
             if not update.down:
-                values += self._read(update.up, box, values.dtype) * values.dtype.type(update.scale)
-            elif update.experts:
-                for at in range(size[0]):
-                    self._multiply(update, (offset[1:], size[1:]), values[at], offset[0] + at)
+                values += self._read(update.up, (), box, values.dtype) * values.dtype.type(update.scale)
+            elif update.start or update.block:
+                for rows, part in self._placed(update, box):
+                    self._multiply(update, at, rows, values[part])
             else:
-                self._multiply(update, box, values, None)
+                self._multiply(update, at, box, values)
 
-    def _multiply(self, update: LowRank, box: Box, values: Array, expert: int | None) -> None:
+    def _placed(self, update: LowRank, box: Box) -> Iterator[tuple[Box, slice]]:
+        """Yield the rows of B that are added to a box, each run with the rows of the box that it is added to."""
+        (row, *offset), (rows, *size) = box
+        count = self._sources[update.up].shape[-2]
+        for first in range(0, count, update.block or count):
+            begin = update.start + first // (update.block or count) * update.step
+            low, high = max(row, begin), min(row + rows, begin + (update.block or count))
+            if low < high:
+                yield ((first + low - begin, *offset), (high - low, *size)), slice(low - row, high - row)
+
+    def _multiply(self, update: LowRank, at: Index, box: Box, values: Array) -> None:
         """Add the product of the factors to a box of a matrix (of a filter: all but its first axis are columns)."""
-        rank = self._rank(update)
+        rank = self._rank(update, at)
         for offset, size in _tiles(box, max(1, PART // rank)):
             part = values[tuple(slice(o - b, o - b + n) for o, b, n in zip(offset, box[0], size, strict=True))]
             rows, columns = (offset[:1], size[:1]), (offset[1:], size[1:])
             if update.turned:
                 rows, columns = columns, rows
-            up = self._up(update, rows, rank, expert, values.dtype)
-            down = self._down(update, columns, rank, expert, values.dtype)
+            up = self._up(update, at, rows, rank, values.dtype)
+            down = self._down(update, at, columns, rank, values.dtype)
             product = self._times(down.T, up.T) if update.turned else self._times(up, down)
             product *= product.dtype.type(update.scale)
             part += product.reshape(size)
@@ -100,52 +117,60 @@ class Fuser:
         np.matmul(left, right, out=product)
         return product
 
-    def _rank(self, update: LowRank) -> int:
-        return max(1, self._sources[update.down].shape[0] // max(1, update.experts))
+    def _front(self, name: str, at: Index, axes: int = 2) -> Index:
+        """Return those of the indices of a matrix that a factor has, too, in front of so many axes of its own."""
+        return at[: max(0, len(self._sources[name].shape) - axes)]
 
-    def _up(self, update: LowRank, rows: Box, rank: int, expert: int | None, dtype: np.dtype[np.generic]) -> Array:
+    def _rank(self, update: LowRank, at: Index) -> int:
+        shape = self._sources[update.down].shape
+        return max(1, shape[0] // update.experts if update.experts else shape[len(self._front(update.down, at))])
+
+    def _up(self, update: LowRank, at: Index, rows: Box, rank: int, dtype: np.dtype[np.generic]) -> Array:
         """Return B for some rows, ``[rows, r]``."""
         (first,), (count,) = rows
-        shape = self._sources[update.up].shape
-        stored = self._read(update.up, ((first, *(0 for _ in shape[1:])), (count, *shape[1:])), None)
-        if expert is not None:
-            stored = stored.reshape(count, rank, update.experts)[:, :, expert]
+        front = () if update.experts else self._front(update.up, at)
+        shape = self._sources[update.up].shape[len(front) :]
+        stored = self._read(update.up, front, ((first, *(0 for _ in shape[1:])), (count, *shape[1:])), None)
+        if update.experts:
+            stored = stored.reshape(count, rank, update.experts)[:, :, at[0]]
         return stored.reshape(count, rank).astype(dtype, copy=False)
 
-    def _down(self, update: LowRank, columns: Box, rank: int, expert: int | None, dtype: np.dtype[np.generic]) -> Array:
+    def _down(self, update: LowRank, at: Index, columns: Box, rank: int, dtype: np.dtype[np.generic]) -> Array:
         """Return A for some columns, ``[r, columns]``."""
-        first = 0 if expert is None else expert * rank
-        stored = self._read(update.down, ((first, *columns[0]), (rank, *columns[1])), None)
+        first, front = (at[0] * rank, ()) if update.experts else (0, self._front(update.down, at))
+        stored = self._read(update.down, front, ((first, *columns[0]), (rank, *columns[1])), None)
         return stored.reshape(rank, -1).astype(dtype, copy=False)
 
-    def _read(self, name: str, box: Box, dtype: np.dtype[np.generic] | None) -> Array:
-        """Return a box of a factor, in its own dtype or another one."""
+    def _read(self, name: str, front: Index, box: Box, dtype: np.dtype[np.generic] | None) -> Array:
+        """Return a box of a factor behind the indices ``front``, in its own dtype or another one."""
         tensor = self._sources[name]
-        held = self._whole(tensor)
+        held = self._whole(tensor, front)
         if held is not None:
             part = held[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
         else:
-            part = self._checked(tensor, box)
+            part = self._checked(tensor, front, box)
         return part if dtype is None else part.astype(dtype, copy=False)
 
-    def _whole(self, tensor: TensorInfo) -> Array | None:
+    def _whole(self, tensor: TensorInfo, front: Index) -> Array | None:
         """Return all of a factor that is small enough, read once for all boxes of its weight."""
-        if tensor.name in self._held:
-            self._held.move_to_end(tensor.name)
-            return self._held[tensor.name]
-        if tensor.nbytes > HELD:
+        key = tensor.name, front
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key]
+        shape = tensor.shape[len(front) :]
+        if tensor.nbytes // math.prod(tensor.shape[: len(front)]) > HELD:
             return None
         if len(self._held) >= FEW:
             self._held.popitem(last=False)
-        held = self._checked(tensor, ((0,) * len(tensor.shape), tensor.shape))
+        held = self._checked(tensor, front, ((0,) * len(shape), shape))
         if held.itemsize < 4 and held.size * 4 <= SMALL:
             held = held.astype(np.float32)
-        self._held[tensor.name] = held
+        self._held[key] = held
         return held
 
-    def _checked(self, tensor: TensorInfo, box: Box) -> Array:
-        out: Array = np.empty(box[1], dtype_of(tensor.dtype))
-        self._reader.read(tensor, box, out)
+    def _checked(self, tensor: TensorInfo, front: Index, box: Box) -> Array:
+        out, behind = np.empty(box[1], dtype_of(tensor.dtype)), _behind(front, box)
+        self._reader.read(tensor, behind, out.reshape(behind[1]))
         if not np.isfinite(out).all():
             raise BrokenCheckpoint(
                 f"{tensor.name}: holds values that are not finite; nothing was written",
@@ -154,32 +179,38 @@ class Fuser:
             )
         return out
 
-    def _stretch(self, fusion: Fusion, box: Box, values: Array) -> None:
+    def _stretch(self, fusion: Fusion, at: Index, box: Box, values: Array) -> None:
         """Give a box of the sum the lengths that the magnitude says: of each row, of each column where it is turned."""
-        shape, axis = self._sources[fusion.source].shape, 1 if fusion.updates[0].turned else 0
+        axis = 1 if fusion.updates[0].turned else 0
+        shape = self._sources[fusion.source].shape[fusion.stacked :]
         begin, count = box[0][axis], box[1][axis]
-        wanted = self._read(fusion.magnitude, _everything(self._sources[fusion.magnitude].shape), values.dtype)
+        front = self._front(fusion.magnitude, at, 1)
+        every = _everything(self._sources[fusion.magnitude].shape[len(front) :])
+        wanted = self._read(fusion.magnitude, front, every, values.dtype)
         if all(n == whole for d, (n, whole) in enumerate(zip(box[1], shape, strict=True)) if d != axis):
             lengths = np.sqrt(_squares(values, axis))
         else:
-            lengths = self._all_lengths(fusion, axis)[begin : begin + count]
+            lengths = self._all_lengths(fusion, at, axis)[begin - fusion.first :][:count]
         factor = wanted.reshape(-1)[begin : begin + count] / lengths.astype(values.dtype)
         values *= factor.reshape([-1 if d == axis else 1 for d in range(values.ndim)])
 
-    def _all_lengths(self, fusion: Fusion, axis: int) -> Array:
-        """Read the whole weight for the lengths of what runs across the boxes that are written."""
-        if self._lengths is not None and self._lengths[0] == fusion.source:
+    def _all_lengths(self, fusion: Fusion, at: Index, axis: int) -> Array:
+        """Read the whole matrix for the lengths of what runs across the boxes that are written."""
+        key = fusion.source, at
+        if self._lengths is not None and self._lengths[0] == key:
             return self._lengths[1]
         tensor = self._sources[fusion.source]
+        shape = tensor.shape[fusion.stacked :]
         wide = np.dtype("float64" if tensor.dtype == "float64" else "float32")
-        squares: Array = np.zeros(tensor.shape[axis], np.float64)
-        for box in bands(tensor.shape, BAND // wide.itemsize):
-            stored: Array = np.empty(box[1], dtype_of(tensor.dtype))
-            self._reader.read(tensor, box, stored)
+        squares: Array = np.zeros(shape[axis], np.float64)
+        for offset, size in bands(shape, BAND // wide.itemsize):
+            stored: Array = np.empty(size, dtype_of(tensor.dtype))
+            behind = _behind(at[len(fusion.lead) :], (offset, size))
+            self._reader.read(tensor, behind, stored.reshape(behind[1]))
             values = stored.astype(wide)
-            self._add(fusion, box, values)
-            squares[box[0][axis] : box[0][axis] + box[1][axis]] += _squares(values, axis)
-        self._lengths = fusion.source, np.sqrt(squares, out=squares)
+            self._add(fusion, at, ((offset[0] + fusion.first, *offset[1:]), size), values)
+            squares[offset[axis] : offset[axis] + size[axis]] += _squares(values, axis)
+        self._lengths = key, np.sqrt(squares, out=squares)
         return squares
 
 
@@ -197,6 +228,11 @@ def _squares(values: Array, axis: int) -> Array:
     """Return the sum of squares over all axes but one."""
     others = tuple(d for d in range(values.ndim) if d != axis)
     return np.asarray(np.sum(np.square(values), axis=others, dtype=np.float64))
+
+
+def _behind(front: Index, box: Box) -> Box:
+    """Return a box behind fixed indices as one of the whole tensor."""
+    return (*front, *box[0]), (*(1 for _ in front), *box[1])
 
 
 def _everything(shape: Index) -> Box:

@@ -19,7 +19,10 @@ class LowRank:
 
     Without ``down`` it is a vector that is added (the bias of B). A weight that is ``turned`` is stored ``[in, out]``
     (Conv1D, embeddings). With ``experts`` it is one more axis in front, A is ``[experts * r, in]`` and B ``[out, r *
-    experts]``, the expert running fastest.
+    experts]``, the expert running fastest. Otherwise axes in front of a weight are axes in front of A and B, too; of
+    a factor that has fewer of them, the last ones share it. B may have but some rows of the weight: those from
+    ``start`` on, in blocks of ``block`` rows of which each begins ``step`` rows after the one before (without blocks
+    one after the other).
     """
 
     up: str
@@ -27,6 +30,9 @@ class LowRank:
     scale: float
     turned: bool = False
     experts: int = 0
+    start: int = 0
+    block: int = 0
+    step: int = 0
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -40,6 +46,7 @@ class Fusion:
 
     The updates are in the coordinates of the parameter that was trained. Where the stored tensor is a part of that (one
     expert of all, the gate of gate and up), ``lead`` are its fixed indices and ``first`` the row it begins with.
+    ``stacked`` is how many axes of the stored tensor (layers, experts) lie in front of the rows.
     """
 
     source: str
@@ -47,6 +54,7 @@ class Fusion:
     magnitude: str = ""
     lead: Index = ()
     first: int = 0
+    stacked: int = 0
 
     @property
     def factors(self) -> Iterator[str]:
@@ -58,5 +66,6 @@ class Fusion:
 
     def trained(self, box: Box) -> Box:
         """Return a box of the stored tensor in the coordinates of the parameter that was trained."""
-        (row, *offset), size = box
-        return (*self.lead, row + self.first, *offset), (*(1 for _ in self.lead), *size)
+        offset, size = list(box[0]), box[1]
+        offset[self.stacked] += self.first
+        return (*self.lead, *offset), (*(1 for _ in self.lead), *size)

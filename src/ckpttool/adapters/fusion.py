@@ -238,7 +238,8 @@ def _add_bias(
 def _put(found: Fusions, part: Part, update: LowRank, magnitude: str) -> None:
     known = found.by_source.get(part.source)
     updates = (*known.updates, update) if known is not None else (update,)
-    found.by_source[part.source] = Fusion(part.source, updates, magnitude, part.lead, part.first)
+    stacked = bool(update.experts) - len(part.lead)
+    found.by_source[part.source] = Fusion(part.source, updates, magnitude, part.lead, part.first, stacked)
 
 
 def alone(adapters: Sequence[tuple[Adapter, Settings]], tensors: Mapping[str, TensorInfo]) -> Fusions:
