@@ -9,6 +9,7 @@ from typer import Argument, Context, Option
 from ckpttool.cli.complete import of_words
 from ckpttool.cli.exporting import carry_out
 from ckpttool.cli.options import (
+    LORA,
     AllowExtra,
     AllowMissing,
     AllowOverflow,
@@ -20,6 +21,7 @@ from ckpttool.cli.options import (
     HfConfig,
     Json,
     Like,
+    LoraAlpha,
     MaxShardSize,
     NoProgress,
     Output,
@@ -37,7 +39,6 @@ from ckpttool.cli.options import (
 )
 
 ON_MISMATCH = ("error", "rank0")
-LORA = ("fuse", "adapter", "both")
 
 
 def merge_fsdp(
@@ -60,9 +61,7 @@ def merge_fsdp(
     adapter: Annotated[
         list[str] | None, Option("--adapter", metavar="NAME", help="Which of several adapters; repeatable.")
     ] = None,
-    lora_alpha: Annotated[
-        str | None, Option("--lora-alpha", metavar="NUMBER", help="The alpha of the adapter, where no file says it.")
-    ] = None,
+    lora_alpha: LoraAlpha = None,
     adapter_config: Annotated[
         str | None,
         Option("--adapter-config", metavar="FILE", help="The adapter_config.json of the training, if it lies apart."),
@@ -126,8 +125,8 @@ def merge_fsdp(
     session.begin("merge-fsdp", json=json, color=check_color(color))
     session.when_stopped = f"stopped; {output} is as it was" if force else f"stopped; nothing was written to {output}"
     from ckpttool.export.precision import DTYPES as NAMES
+    from ckpttool.export.result import LORA as WAYS
     from ckpttool.merging import Options, merge
-    from ckpttool.merging.result import LORA as WAYS
     from ckpttool.merging.result import ON_MISMATCH as MISMATCHES
     from ckpttool.render.merging import show_merge
 

@@ -81,6 +81,11 @@ AllowExtra = Annotated[
     Option("--allow-extra", metavar="NAME", help="With --like: names (or NAM*) that it need not have."),
 ]
 
+LORA = ("fuse", "adapter", "both")
+LoraAlpha = Annotated[
+    str | None, Option("--lora-alpha", metavar="NUMBER", help="The alpha of the adapter, where no file says it.")
+]
+
 LEAST_BARE = 1_000_000
 """Numbers without a unit below this are taken for gigabytes that lack their unit."""
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from ckpttool.errors import CannotWrite, Problem
 from ckpttool.export.precision import SHORT
 from ckpttool.naming.reporting import Names
 from ckpttool.plan import Dropped
+
+Lora = Literal["fuse", "adapter", "both"]
+LORA: tuple[Lora, ...] = get_args(Lora)
+FUSE = ("fuse", "both")
+"""Those with which a whole model is written."""
 
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 
@@ -76,6 +81,27 @@ class Cast:
     names: tuple[str, ...]
     bytes: int
     overflowed: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """An adapter that is fused or written: how many layers it is on, what it weighs, and which file says so.
+
+    ``ranks`` are all that its layers have; ``alphas`` are those of modules where they are not ``alpha``; ``copies`` are
+    tensors of which it has a whole copy (``modules_to_save``).
+    """
+
+    name: str
+    layers: int
+    tensors: int
+    ranks: tuple[int, ...]
+    alpha: float
+    alphas: Mapping[str, float]
+    rslora: bool
+    dora: bool
+    task_type: str | None
+    copies: tuple[str, ...]
+    settings: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,13 @@ from ckpttool.adapters.fusion import CONV1D, Fusions, Parameter, Part
 from ckpttool.adapters.settings import FOLDER, Given, Settings, read_settings
 from ckpttool.errors import BrokenCheckpoint, Problem, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig
+from ckpttool.export.result import FUSE, Fused
 from ckpttool.formats.findings import Findings, counted, listing
 from ckpttool.formats.folding import folded
 from ckpttool.formats.hf import ADAPTER_CONFIG
 from ckpttool.formats.peftnames import has_adapters
 from ckpttool.lowrank import Fusion
-from ckpttool.merging.result import FUSE, Fused, Options
+from ckpttool.merging.result import Options
 from ckpttool.naming import experts
 from ckpttool.naming.rules import Move, candidates, moves_for
 from ckpttool.plan import Dropped

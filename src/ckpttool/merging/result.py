@@ -7,15 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
-from ckpttool.export.result import Export, ExportOptions
+from ckpttool.export.result import Export, ExportOptions, Fused, Lora
 
 OnMismatch = Literal["error", "rank0"]
 ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)
-
-Lora = Literal["fuse", "adapter", "both"]
-LORA: tuple[Lora, ...] = get_args(Lora)
-FUSE = ("fuse", "both")
-"""Those with which a whole model is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,27 +77,6 @@ class Copies:
     by_bytes: int = 0
     checked: bool = True
     mismatches: tuple[Mismatch, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
-    """An adapter that is fused or written: how many layers it is on, what it weighs, and which file says so.
-
-    ``ranks`` are all that its layers have; ``alphas`` are those of modules where they are not ``alpha``; ``copies`` are
-    tensors of which it has a whole copy (``modules_to_save``).
-    """
-
-    name: str
-    layers: int
-    tensors: int
-    ranks: tuple[int, ...]
-    alpha: float
-    alphas: Mapping[str, float]
-    rslora: bool
-    dora: bool
-    task_type: str | None
-    copies: tuple[str, ...]
-    settings: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

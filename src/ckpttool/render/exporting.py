@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from ckpttool.export.result import Export
+from ckpttool.export.result import Export, Fused
 from ckpttool.render.terminal import (
     clean,
     duration,
@@ -108,6 +108,19 @@ def named(result: Export, *, verbose: bool) -> Iterator[tuple[str, str]]:
     for word, every in (("missing", found.missing), ("extra", found.extra)):
         if every:
             yield word, f"{names(every, verbose)}: allowed by --allow-{word}"
+
+
+def adapters(every: Iterable[Fused], *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield what each adapter is, what it weighs and where that is said."""
+    for adapter in every:
+        kind = "DoRA" if adapter.dora else "LoRA"
+        ranks = " and ".join(map(str, adapter.ranks))
+        by = "square root of the rank" if adapter.rslora else "rank"
+        others = f", other alphas for {plural(len(adapter.alphas), 'pattern')}" if adapter.alphas else ""
+        yield "adapter", f"{adapter.name}: {kind} of rank {ranks or '?'} on {plural(adapter.layers, 'layer')}"
+        yield "", f"alpha {adapter.alpha:g} over the {by}{others} ({shown_path(adapter.settings)})"
+        if adapter.copies:
+            yield "", f"trained whole: {names(adapter.copies, verbose)}"
 
 
 def left_out(result: Export, *, verbose: bool) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ckpttool.merging.result import Copies, Merge
-from ckpttool.render.exporting import beside, changes, dtypes, left_out, named, names, show_export
+from ckpttool.render.exporting import adapters, beside, changes, dtypes, left_out, named, show_export
 from ckpttool.render.terminal import plural, shown_path, size
 
 
@@ -27,7 +27,9 @@ def _facts(result: Merge, *, verbose: bool) -> Iterator[tuple[str, str]]:
     yield "shards", result.title
     if result.model:
         yield "model", result.model
-    yield from _adapters(result, verbose=verbose)
+    yield from adapters(result.adapters, verbose=verbose)
+    if result.base is not None:
+        yield "base", shown_path(result.base)
     yield from named(result, verbose=verbose)
     yield "dtypes", dtypes(result)
     yield from changes(result, "buffers keep their dtype", verbose=verbose)
@@ -43,21 +45,6 @@ _WRITTEN = {
     "adapter": "the adapter alone, without its base model",
     "both": "a whole model, with the adapter in its weights, and the adapter in lora_adapter/",
 }
-
-
-def _adapters(result: Merge, *, verbose: bool) -> Iterator[tuple[str, str]]:
-    """Yield what each adapter is, what it weighs and where that is said."""
-    for adapter in result.adapters:
-        kind = "DoRA" if adapter.dora else "LoRA"
-        ranks = " and ".join(map(str, adapter.ranks))
-        by = "square root of the rank" if adapter.rslora else "rank"
-        others = f", other alphas for {plural(len(adapter.alphas), 'pattern')}" if adapter.alphas else ""
-        yield "adapter", f"{adapter.name}: {kind} of rank {ranks or '?'} on {plural(adapter.layers, 'layer')}"
-        yield "", f"alpha {adapter.alpha:g} over the {by}{others} ({shown_path(adapter.settings)})"
-        if adapter.copies:
-            yield "", f"trained whole: {names(adapter.copies, verbose)}"
-    if result.base is not None:
-        yield "base", shown_path(result.base)
 
 
 def _copies(copies: Copies) -> Iterator[str]:
