@@ -1,8 +1,8 @@
 """Tiny real checkpoints for the tests: built once by the real libraries, then kept in a cache.
 
-`fsdp_checkpoints`, `lora_checkpoints`, `served_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints` and
-`converted_checkpoints` return a directory with one subdirectory a variant and the oracle of each under
-`expected/`. It is shared: `copy` what a test wants to change.
+`fsdp_checkpoints`, `lora_checkpoints`, `served_checkpoints`, `mesh_checkpoints`, `megatron_checkpoints`,
+`converted_checkpoints` and `adapted_checkpoints` return a directory with one subdirectory a variant and the oracle of
+each under `expected/`. It is shared: `copy` what a test wants to change.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ def megatron_checkpoints(cache: Path) -> Path:
 def converted_checkpoints(cache: Path) -> Path:
     """Megatron role directories of many model families and layouts, and what the models that wrote them answer."""
     return _cached(cache, "converted")
+
+
+def adapted_checkpoints(cache: Path) -> Path:
+    """Megatron role directories of models with adapters beside the base, and what they answer with them."""
+    return _cached(cache, "adapted")
 
 
 def served_checkpoints(cache: Path) -> Path:

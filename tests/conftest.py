@@ -55,6 +55,13 @@ def converted_checkpoints(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
+def adapted_checkpoints(pytestconfig: pytest.Config) -> Path:
+    """Megatron checkpoints with adapters beside the model, and logits with them; shared by all tests."""
+    assert pytestconfig.cache is not None
+    return builders.adapted_checkpoints(pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture(scope="session")
 def served_checkpoints(pytestconfig: pytest.Config) -> Path:
     """FSDP shards of models whose saved names are others than those of training; shared by all tests."""
     assert pytestconfig.cache is not None

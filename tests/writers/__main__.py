@@ -1,4 +1,4 @@
-"""`python -m tests.writers {fsdp,lora,served,meshes,megatron,converted,demo} OUT`.
+"""`python -m tests.writers {fsdp,lora,served,meshes,megatron,converted,adapted,demo} OUT`.
 
 Four ranks, unless a module says otherwise with `WORLD`.
 
