@@ -75,6 +75,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "ckpttool.converting": {
         *("ckpttool.architectures", "ckpttool.inspection", "ckpttool.export", "ckpttool.naming", "ckpttool.staging"),
+        *("ckpttool.adapters", "ckpttool.lowrank"),
         *(
             "ckpttool.plan",
             "ckpttool.reading",

@@ -92,15 +92,6 @@ def test_files_that_do_not_tile_and_are_missing_are_told_together(role: Role) ->
     assert sorted(codes(refused(role, BrokenCheckpoint))) == ["does-not-tile", "file-missing"]
 
 
-def test_adapters_are_refused_by_name(role: Role) -> None:
-    name = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
-    role.put_all({name: torch.randn(3, 4, 32)})
-    error = refused(role)
-    assert (error.exit_code, error.code) == (5, "adapters")
-    assert name in error.message
-    assert "Merge" in error.hint
-
-
 def test_an_unknown_model_type_lists_those_that_are_known(role: Role) -> None:
     role.say(model_type="my_llama")
     error = refused(role)

@@ -116,11 +116,15 @@ def _check_key(key: str, what: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the user says of the adapters, and where to look: ``--lora-alpha``, ``--adapter-config``, the role."""
+    """What the user says of the adapters, and where to look: ``--lora-alpha``, ``--adapter-config``, the role.
+
+    ``also`` says for people where else was looked.
+    """
 
     alpha: float | None
     config: str | None
     roles: Sequence[Path]
+    also: str = ""
 
 
 def read_settings(given: Given, name: str, *, several: bool) -> Settings:
@@ -135,7 +139,7 @@ def read_settings(given: Given, name: str, *, several: bool) -> Settings:
     if meta is not None and meta_where is not None:
         other = _of_meta(meta, str(meta_where))
         if found is not None and given.config is None:
-            _check_same(found, other)
+            check_same(found, other)
         found = found or other
     if found is None:
         if given.alpha is None:
@@ -153,7 +157,7 @@ def read_settings(given: Given, name: str, *, several: bool) -> Settings:
 
 
 def _looked(given: Given) -> str:
-    return f"neither {ADAPTER_CONFIG} nor {layout.LORA_META} lies in {given.roles[0]} or above it"
+    return f"neither {ADAPTER_CONFIG} nor {layout.LORA_META} lies in {given.roles[0]} or above it{given.also}"
 
 
 def _places(given: Given, name: str, *, several: bool) -> Iterator[Path]:
@@ -277,7 +281,7 @@ def _text(values: Mapping[str, Any], name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _check_same(config: Settings, meta: Settings) -> None:
+def check_same(config: Settings, meta: Settings) -> None:
     """Raise where the two files that say rank and alpha are not of one adapter."""
     for what, ours, theirs in (("r", config.rank, meta.rank), ("lora_alpha", config.alpha, meta.alpha)):
         if ours and theirs and ours != theirs:

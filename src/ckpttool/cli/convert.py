@@ -22,6 +22,7 @@ from ckpttool.cli.options import (
     HfConfig,
     Json,
     Like,
+    LoraAlpha,
     MaxShardSize,
     NoProgress,
     Quiet,
@@ -32,6 +33,7 @@ from ckpttool.cli.options import (
     check_color,
     check_path,
     count_of,
+    number_of,
     one_of,
     size_of,
 )
@@ -67,6 +69,16 @@ def to_hf(
         ),
     ] = "auto",
     no_mtp: Annotated[bool, Option("--no-mtp", help="Leave multi-token prediction out of weights and config.")] = False,
+    lora: Annotated[
+        str | None,
+        Option(
+            "--lora",
+            metavar="fuse",
+            help="Of a PEFT model: a whole model with the adapter in its weights.",
+            autocompletion=of_words(("fuse",)),
+        ),
+    ] = None,
+    lora_alpha: LoraAlpha = None,
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
     max_shard_size: MaxShardSize = "5GB",
@@ -111,6 +123,7 @@ def to_hf(
     session.when_stopped = f"stopped; {output} is as it was" if force else f"stopped; nothing was written to {output}"
     from ckpttool.converting import Options, convert
     from ckpttool.export.precision import DTYPES
+    from ckpttool.export.result import LORA as WAYS
     from ckpttool.render.converting import show_conversion
 
     options = Options(
@@ -128,6 +141,8 @@ def to_hf(
         architecture=architecture,
         producer=one_of("--producer", producer, PRODUCERS),
         mtp=not no_mtp,
+        lora=None if lora is None else one_of("--lora", lora, WAYS),
+        lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
         max_shard_size=size_of("--max-shard-size", max_shard_size),
         threads=Options().threads if threads is None else count_of("--threads", threads),
         force=force,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpttool.converting import planning
@@ -48,9 +49,9 @@ def convert(
         return Prepared(
             _result(output, opened, checked, options),
             checked.plan,
-            opened.tensors,
+            opened.sources,
             archive,
-            lambda: check_unchanged(archive, opened.stamps, stamps_of(archive, opened.tensors.values())),
+            lambda: check_unchanged(archive, opened.stamps, stamps_of(archive, opened.sources.values())),
         )
 
     return run(output, [archive], options, prepare, ready, started)
@@ -60,6 +61,10 @@ def _checked(options: Options) -> Options:
     """Return options with torch's name of the dtype; raises :class:`UsageError` for a contradiction in them."""
     if options.allow_overflow and options.dtype is None and options.like is None:
         raise UsageError("--allow-overflow without --dtype or --like: nothing is cast")
+    if options.lora_alpha is not None and options.lora is None:
+        raise UsageError("--lora-alpha without --lora", hint="Say that adapters are to be fused: --lora fuse.")
+    if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
+        raise UsageError(f"--lora-alpha {options.lora_alpha:g}: not above 0")
     check_names(options)
     return with_torch_dtype(options)
 
@@ -93,6 +98,7 @@ def _check(output: Path, opened: Opened, like: Reference | None, options: Option
         most=options.max_shard_size,
         is_buffer=_is_buffer,
     )
+    plan = replace(plan, fusions=draft.fusions.by_source)
     if too_long := header_faults(plan.weights):
         raise _refusal(opened, tuple(too_long))
     notes = [*space, *draft.notes, *doubtful.notes(plan, draft.targets, _is_buffer)]
@@ -122,6 +128,12 @@ def _heads(draft: planning.Draft) -> str:
     heads, groups, width = (draft.model.size(name) for name in ("heads", "groups", "head_dim"))
     how = "the run says the same" if draft.confirmed else "shapes cannot show it"
     return f"{heads} heads, {groups} for keys and values, of {width} (config.json; {how})"
+
+
+def _sources(plan: Plan) -> set[str]:
+    """Return every tensor that is read for a plan."""
+    read = {part.source for target in plan.targets for part in target.parts}
+    return read | {factor for fusion in plan.fusions.values() for factor in fusion.factors}
 
 
 def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -> Conversion:
@@ -156,8 +168,10 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         left=opened.side.left,
         missing=opened.side.missing,
         notes=(*opened.notes, *checked.notes),
-        bytes_read=sum(opened.tensors[name].nbytes for name in {p.source for t in written for p in t.parts}),
+        bytes_read=sum(opened.sources[name].nbytes for name in _sources(plan)),
         bytes_written=plan.nbytes,
         names=draft.names,
+        lora=options.lora,
+        adapters=draft.fusions.told,
         options=options,
     )

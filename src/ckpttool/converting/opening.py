@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.architectures.slots import take_apart
+from ckpttool.converting.adapters import check_choice
 from ckpttool.converting.choosing import find_side_folder, has_weights
 from ckpttool.converting.result import Options, Skipped
 from ckpttool.converting.settings import started_from
@@ -43,7 +44,7 @@ EVERY = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The archive and what lies beside it; ``tensors`` are those of the model, by their keys."""
+    """The archive and what lies beside it: the tensors of the model by their keys, and those of its adapters."""
 
     source: dcp.DcpSource
     tensors: Mapping[str, TensorInfo]
@@ -53,14 +54,23 @@ class Opened:
     side: SideFiles
     notes: tuple[Problem, ...]
     stamps: Stamps
+    adapters: Mapping[str, TensorInfo] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> dict[str, TensorInfo]:
+        """Everything that the output is made of."""
+        return {**self.tensors, **self.adapters}
 
 
 def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) -> Opened:
     """Read all indexes and refuse, with everything that is wrong, what is no whole Megatron model."""
     source = dcp.open_(archive, named=EVERY)
     tensors = {name: t for name, t in source.tensors.items() if source.part_of(name) == "model"}
-    problems = [*map(_sorted_out, source.problems), *_overlaps(tensors.values())]
+    adapters = {name: t for name, t in source.tensors.items() if source.part_of(name) == "adapter"}
+    used = (*tensors.values(), *adapters.values())
+    problems = [*map(_sorted_out, source.problems), *_overlaps(used)]
     _refuse(source, problems)
+    check_choice(source.root, adapters, tensors, options)
     if not tensors:
         raise _no_weights(source)
     side_folder = find_side_folder(archive, options)
@@ -79,7 +89,8 @@ def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) ->
         side_folder=side_folder,
         side=find_side_files(side_folder, config, crowded=side_folder == archive),
         notes=(*notes, *(p for p in problems if p.severity == "note" and p.code != "unknown-file")),
-        stamps=stamps_of(archive, tensors.values()),
+        stamps=stamps_of(archive, used),
+        adapters=adapters,
     )
 
 
@@ -121,14 +132,6 @@ def _refuse(source: dcp.DcpSource, problems: list[Problem]) -> None:
             f"{source.root}: saved with the back end {backend!r}; only {dcp.TORCH_DIST} is read",
             hint="Save it with --ckpt-format torch_dist, by the Megatron that wrote it.",
             code="other-backend",
-        )
-    adapters = [name for name in source.tensors if source.part_of(name) == "adapter"]
-    if adapters:
-        raise Unmapped(
-            f"{source.root}: holds PEFT adapters ({counted(len(adapters), 'tensor')}: {listing(adapters, 2)})",
-            hint="Merge them into the model with the trainer that wrote them, and save again: adapters are neither "
-            "fused nor written yet, and the base model alone would lose the training.",
-            code="adapters",
         )
     if source.format != dcp.TORCH_DIST:
         raise NotACheckpoint(
@@ -181,7 +184,8 @@ def _shown(source: dcp.DcpSource) -> str:
 def _skipped(source: dcp.DcpSource) -> dict[str, Skipped]:
     tensors = Counter(map(source.part_of, source.tensors))
     objects = Counter(map(source.part_of, source.objects))
-    tensors.pop("model", None)
+    for part in ("model", "adapter"):
+        tensors.pop(part, None)
     return {
         part: Skipped(tensors=tensors[part], objects=objects[part], reason=_REASONS.get(part, part))
         for part in sorted({*tensors, *objects})

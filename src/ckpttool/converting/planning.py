@@ -12,6 +12,7 @@ from ckpttool.architectures.model import NVIDIA, Model
 from ckpttool.architectures.rules import Contradiction
 from ckpttool.architectures.slots import Slot, take_apart
 from ckpttool.converting import settings
+from ckpttool.converting.adapting import Fusions, find_fusions
 from ckpttool.converting.mapping import Mapped, counts, map_weights, predictions, without_mtp
 from ckpttool.converting.misfits import VISION, listed, misfits, of_vision, refuse_if_any, refuse_unlike
 from ckpttool.converting.opening import Opened
@@ -36,7 +37,7 @@ class Draft:
     """Targets before they are distributed over files, what is left out, and what the config has to say.
 
     ``orders`` say which rows were put in order and how that is known; ``confirmed`` is whether the run itself says how
-    many heads it had.
+    many heads it had; ``fusions`` is what adapters change.
     """
 
     family: Family
@@ -49,6 +50,7 @@ class Draft:
     names: Names | None
     orders: tuple[str, ...]
     confirmed: bool
+    fusions: Fusions
     problems: tuple[Problem, ...]
     notes: tuple[Problem, ...]
 
@@ -73,7 +75,9 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
         refuse_if_any(opened, family, doubts, listed(mapped), fitting=fitting)
     if mapped.undecided:
         raise _undecided(opened, mapped)
-    tie, unlike = _tie(mapped, opened, head.config, options), Match()
+    fusions = find_fusions(opened, model, run, options)
+    mapped.dropped += fusions.dropped
+    tie, unlike = _tie(mapped, opened, fusions, head.config, options), Match()
     refuse_if_any(opened, family, [problem for problem in tie.problems if problem.code in _MISSING])
     _drop_head(mapped, tie)
     if like is not None and not tie.problems:
@@ -92,7 +96,8 @@ def draft(opened: Opened, like: Reference | None, options: Options) -> Draft:
         names=None if like is None else prefixed(like, mapped.targets, unlike),
         orders=orders,
         confirmed=all(name in run.values for name in ("num_attention_heads", "num_query_groups")),
-        problems=(*tie.problems, *faults(targets, mapped.dropped, opened.tensors)),
+        fusions=fusions,
+        problems=(*tie.problems, *faults(targets, mapped.dropped, opened.sources, fusions.by_source)),
         notes=(*notes, *head.notes, *run.notes(opened.config), *_about_mtp(model, opened.config)),
     )
 
@@ -210,11 +215,13 @@ def _undecided(opened: Opened, mapped: Mapped) -> UsageError:
     )
 
 
-def _tie(mapped: Mapped, opened: Opened, config: ModelConfig, options: Options) -> ties.Tie:
+def _tie(mapped: Mapped, opened: Opened, fusions: Fusions, config: ModelConfig, options: Options) -> ties.Tie:
     targets = {target.name: target for target in mapped.targets if not target.twice}
     shown = {name: TensorInfo(name, target.dtype, target.shape, ()) for name, target in targets.items()}
 
     def differs(a: str, b: str) -> str:
+        if fused := [n for n in (a, b) if targets[n].parts[0].source in fusions.by_source]:
+            return f"an adapter is fused into {' and '.join(fused)}"
         stored = (replace(opened.tensors[targets[n].parts[0].source], shape=targets[n].shape) for n in (a, b))
         with Reader(opened.source.root) as reader:
             return differing(reader, *stored)

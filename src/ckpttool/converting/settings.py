@@ -39,7 +39,10 @@ _SAME = (
 _ROWS = {"num_attention_heads": "heads", "num_query_groups": "groups", "kv_channels": "head_dim"}
 """Settings that say how rows of attention lie, which many shapes allow several of: of Megatron, and our sizes."""
 
-_PLAIN = (*_ROWS, *(name for ours, _ in _SAME for name in ours))
+PARALLEL_EXPERTS = "expert_model_parallel_size"
+"""Over how many ranks the run has distributed its experts."""
+
+_PLAIN = (*_ROWS, PARALLEL_EXPERTS, *(name for ours, _ in _SAME for name in ours))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +156,8 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
         raise BrokenCheckpoint(
             f"{below[0]} is {values[below[0]]} in the settings of the run", code="settings-unreadable"
         )
-    whole = {name: values[name] for name in (*INTERLEAVED, *_ROWS) if type(values.get(name)) is int}
-    return whole | {name: values[name] for name in _PLAIN if name not in _ROWS and _is_number(values.get(name))}
+    whole = {name: values[name] for name in (*INTERLEAVED, *_ROWS, PARALLEL_EXPERTS) if type(values.get(name)) is int}
+    return whole | {name: values[name] for name in _PLAIN if name not in whole and _is_number(values.get(name))}
 
 
 def _is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ckpttool.architectures.family import Family
 from ckpttool.converting.result import Conversion, Skipped
-from ckpttool.render.exporting import beside, changes, dtypes, left_out, named, show_export
+from ckpttool.render.exporting import adapters, beside, changes, dtypes, left_out, named, show_export
 from ckpttool.render.terminal import new_table, plural
 
 UNPROVEN = "not yet proven on a real checkpoint"
@@ -35,6 +35,7 @@ def _facts(result: Conversion, *, verbose: bool) -> Iterator[tuple[str, str]]:
         yield "head", f"a value head of {plural(result.value_head, 'row')}: score.weight"
     for order in result.row_order:
         yield "row order", order
+    yield from adapters(result.adapters, verbose=verbose)
     yield from named(result, verbose=verbose)
     yield "dtypes", dtypes(result)
     yield from changes(result, "biases of routers, and what is kept wider than the rest", verbose=verbose)
