@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpttool.errors import UsageError
-from ckpttool.inspection.result import Inspection, Suggestion
+from ckpttool.inspection.result import Content, Inspection, Suggestion
 from ckpttool.layout import LORA_META, MODEL, V1_ARCHIVE, V1_HUGGINGFACE, step_of
 
 COMMANDS = frozenset({"demo", "inspect", "merge-fsdp", "migrate", "to-hf"})
@@ -90,21 +90,29 @@ def _merge(path: str, kind: str, adapters: list[str]) -> Iterator[Suggestion]:
 
 def _convert(found: Inspection) -> Suggestion:
     """Return the ``to-hf`` call for a Megatron checkpoint; without a configuration the user has to name one."""
+    lora = ("--lora", "fuse") if _wrapped(found) else ()
     if "model" in found.facts:
-        return _command("to-hf", found.path, "make a Hugging Face model of it", "-o", _output(found.path))
-    return _convert_with_config(found.path)
+        return _command("to-hf", found.path, "make a Hugging Face model of it", "-o", _output(found.path), *lora)
+    return _convert_with_config(found.path, *lora)
 
 
-def _convert_with_config(path: str) -> Suggestion:
+def _convert_with_config(path: str, *options: str) -> Suggestion:
     why = "make a Hugging Face model of it; MODEL is the directory of the one that was trained"
-    return _command("to-hf", path, why, "-o", _output(path), "--hf-config", "MODEL")
+    return _command("to-hf", path, why, "-o", _output(path), *options, "--hf-config", "MODEL")
+
+
+def _wrapped(found: Inspection) -> list[Content]:
+    return [part for part in found.contents if part.name.startswith("adapter")]
 
 
 def _in_archive(found: Inspection) -> bool:
-    """Tell whether the weights of the model lie in an archive, and are not Hugging Face's already."""
-    if any(part.name.startswith("adapter") for part in found.contents):
-        return False
-    return any(part.name == "model weights" and part.detail.startswith("torch_dist") for part in found.contents)
+    """Tell whether the weights of the model lie in an archive, and are not Hugging Face's already.
+
+    Adapters that lie elsewhere are not fused.
+    """
+    inside = [part.where for part in found.contents if part.detail.startswith("torch_dist")]
+    weights = [part.where for part in found.contents if part.name == "model weights" and part.where in inside]
+    return bool(weights) and all(part.where in weights for part in _wrapped(found))
 
 
 def _keeps_weights(role: Path) -> bool:
