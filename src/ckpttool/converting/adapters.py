@@ -126,7 +126,7 @@ def _summary(parts: Adapted, adapters: Mapping[str, TensorInfo]) -> str:
 
 def _alone(root: Path, parts: Adapted, adapters: Mapping[str, TensorInfo]) -> Unmapped:
     """Return the error for adapters without their base model: where that is, and who can unite them."""
-    folders = (root.parent / "huggingface", root.parent.parent / layout.HUGGINGFACE)
+    folders = (root.parent / layout.V1_HUGGINGFACE, root.parent.parent / layout.HUGGINGFACE)
     beside = next((folder for folder in folders if has_weights(folder)), None)
     trained = trained_from(root)
     if beside is not None:
