@@ -238,6 +238,12 @@ def test_experts_that_share_one_on_each_of_several_ranks(said: dict[str, int], t
     assert (error.exit_code, codes(error)) == (5, ["adapter-shared"])
 
 
+def test_adapters_on_embeddings(role: Role) -> None:
+    below = "embedding.word_embeddings.adapter"
+    role.put_all({f"{below}.linear_in.weight": drawn(8, 32), f"{below}.linear_out.weight": drawn(96, 8)})
+    assert f"{below}.linear_in.weight" in only(refused(role, lora="fuse"), "adapter-kind").message
+
+
 def alone(role: Role) -> None:
     role.entries = {key: entry for key, entry in role.entries.items() if ".adapter." in key}
     role.put()
@@ -283,3 +289,14 @@ def test_a_head_with_an_adapter_is_no_alias(tmp_path: Path) -> None:
     found = tensors_in(role.output)
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
     assert not torch.equal(found["lm_head.weight"], embedding)
+
+
+def test_what_the_head_has_learned_is_not_dropped(tmp_path: Path) -> None:
+    role = make(tmp_path, "qwen2")
+    role.say(tie_word_embeddings=True)
+    below = "output_layer.adapter"
+    role.put_all({f"{below}.linear_in.weight": drawn(8, 32), f"{below}.linear_out.weight": drawn(96, 8)})
+    write_meta(role.path)
+    only(refused(role, BrokenCheckpoint, lora="fuse", drop_lm_head=True), "fused-into-nothing")
+    role.put_all({"output_layer.weight": None})
+    assert below in only(refused(role, BrokenCheckpoint, lora="fuse"), "adapter-misfit").message

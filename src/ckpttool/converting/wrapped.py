@@ -125,6 +125,8 @@ def doubts(
     layer: Layer, weight: Weight, adapters: Mapping[str, TensorInfo], run: Settings
 ) -> Iterator[tuple[str, str]]:
     """Yield code and text of what makes a sound adapter one that cannot be fused."""
+    if layer.module.endswith("embeddings"):
+        yield "adapter-kind", "on embeddings, of which it is not known how a trainer would keep it"
     if any(len(adapters[name].shape) - 2 < len(weight.front) for name in (layer.down, layer.up)):
         ranks = run.values.get(PARALLEL_EXPERTS)
         if ranks is None:
