@@ -24,6 +24,8 @@ FREE_GB = 25
 FASTER_THAN_TORCH, PART_OF_TORCH_PEAK = 4.0, 0.1
 FUSED_FASTER = 2.0
 """With adapters both sides multiply the same matrices, which takes the same time."""
+FUSED_GROWTH = 1.15
+"""A layer of a PEFT model has twice the tensors, and what grows with the model is the index of them."""
 PEAK_MIB, GROWTH = 150.0, 1.1
 
 CAT = 'out=$1; shift; mkdir "$out" && cat "$@" >"$out/all" && sync "$out/all"'
@@ -89,8 +91,8 @@ def _fused(folder: Path, ckpttool: str, runs: int) -> bool:
     read, _ = take_away(larger), take_away(out)
     growth = peak / statistics.median(r.peak for r in measured.ours)
     told = f"{peak:.0f} MiB, ratio {growth:.2f}"
-    print_bar(f"{FUSED.title}, memory at {read / 1e9:.1f} GB", told, f"{GROWTH}", growth <= GROWTH)
-    return kept and growth <= GROWTH
+    print_bar(f"{FUSED.title}, memory at {read / 1e9:.1f} GB", told, f"{FUSED_GROWTH}", growth <= FUSED_GROWTH)
+    return kept and growth <= FUSED_GROWTH
 
 
 def _products() -> float:

@@ -39,8 +39,9 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
 
     ``ready`` is told how many bytes will be written and returns what is told of each part. With ``dry_run`` everything
     is checked and nothing is written. Raises :class:`BrokenCheckpoint` with all problems when the shards are not a
-    whole checkpoint or hold what is refused, :class:`Unmapped` for adapters and for heads that no class holds,
-    :class:`UsageError` for a choice that is the user's, :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
+    whole checkpoint or hold what is refused, :class:`Unmapped` for what does not match a reference, adapters that are
+    no LoRA and heads that no class holds, :class:`UsageError` for a choice that is the user's,
+    :class:`~ckpttool.errors.CannotWrite`, :class:`NotACheckpoint`.
     """
     started = time.monotonic()
     path, output = (Path(os.path.abspath(p)) for p in (path, output))  # noqa: PTH100 - resolve() would follow links

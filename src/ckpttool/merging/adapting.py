@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpttool.adapters import found, fusion, settings, writing
+from ckpttool.adapters import found, fusion, writing
 from ckpttool.adapters.found import Adapted, Adapter
-from ckpttool.adapters.fusion import CONV1D, Fusions, Parameter, Part
+from ckpttool.adapters.fusion import CONV1D, Fusions
 from ckpttool.adapters.settings import FOLDER, Given, Settings, read_settings
-from ckpttool.errors import BrokenCheckpoint, Problem, Unmapped, UsageError
+from ckpttool.errors import Problem
 from ckpttool.export.config import ModelConfig
 from ckpttool.export.result import FUSE, Fused
-from ckpttool.formats.findings import Findings, counted, listing
-from ckpttool.formats.folding import folded
 from ckpttool.formats.hf import ADAPTER_CONFIG
 from ckpttool.formats.peftnames import has_adapters
 from ckpttool.lowrank import Fusion
+from ckpttool.merging.asking import check_kinds, choose, refuse_if_any
+from ckpttool.merging.parameters import finders
 from ckpttool.merging.result import Options
-from ckpttool.naming import experts
 from ckpttool.naming.rules import Move, candidates, moves_for
 from ckpttool.plan import Dropped
-from ckpttool.tensors import Index, TensorInfo
+from ckpttool.tensors import TensorInfo
 
 PART_OF_THE_MODEL = frozenset({"phi4mm"})
 """Model types whose own code has adapters in it: they are weights like any other."""
@@ -83,55 +81,46 @@ def adapt(
     fit, :class:`Unmapped` for adapters that are no LoRA.
     """
     parts = found.take_apart(tensors)
-    if parts.foreign or not parts.adapters:
-        raise _no_lora(role, parts)
-    if options.lora is None:
-        raise _undecided(role, parts, tensors)
-    chosen = _chosen(role, parts, options)
-    fuse = options.lora in FUSE
-    problems = found.faults(parts, chosen, fuse=fuse)
-    if fuse and parts.alone and base is None:
-        raise UsageError(
-            f"{role}: the adapters were saved without their base model",
-            hint="Name the directory of that model: --base MODEL_DIR; or write the adapter alone: --lora adapter.",
-        )
-    if base is not None and not (fuse and parts.alone):
-        why = "the base model is in the shards" if fuse else "--lora adapter needs none"
-        raise UsageError(f"--base {options.base}: {why}")
-    _refuse(role, problems)
+    chosen = choose(role, parts, tensors, options)
     given = Given(options.lora_alpha, options.adapter_config, roles)
     said = [(a, read_settings(given, a.name, several=len(parts.adapters) > 1)) for a in chosen]
-    _check_kinds(said, fuse=fuse, elsewhere=base is not None)
-    _refuse(role, list(_dora_faults(said)))
+    check_kinds(role, said, options)
     kinds = config.model_types if config is not None else ()
     model = _model(parts, tensors) if base is None else dict(base)
-    copies = _copies(chosen, model, moves_for(kinds) if base is not None else ())
     if base is None and parts.alone:
         fusions = fusion.alone(said, tensors)
     else:
-        turned = any(kind in CONV1D for kind in kinds) if kinds else None
-        fusions = fusion.fusions(said, tensors, *_finders(model, kinds), conv1d=turned)
-    taken = {*parts.base, *parts.original, *copies.values()}
-    dtypes = {name: model[name].dtype for name in copies if name in model} if base is not None else {}
-    model |= {name: replace(tensors[copy], name=name) for name, copy in copies.items()}
-    _refuse(role, list(fusions.problems.all()))
+        conv1d = any(kind in CONV1D for kind in kinds) if kinds else None
+        fusions = fusion.fusions(said, tensors, *finders(model, kinds), conv1d=conv1d)
+    refuse_if_any(role, list(fusions.problems.all()))
     files = tuple(_files(parts, said, fusions, config, options)) if options.lora != "fuse" else ()
-    written = {name for file in files for name in file.names}
-    dropped = tuple(_dropped(parts, chosen, written, fuse=fuse))
-    sources = dict(tensors)
-    if fuse:
-        beside = {*written, *(drop.name for drop in dropped)}
-        sources = {**model, **{name: t for name, t in tensors.items() if name in beside or name not in taken}}
-    return Weights(
-        sources=sources,
-        model=model if fuse else {},
-        fusions=fusions.by_source if fuse else {},
+    made = Weights(
+        sources=tensors,
+        model={},
         files=files,
         adapters=tuple(_told(a, its, fusions) for a, its in said),
-        dropped=dropped,
+        dropped=tuple(_dropped(parts, chosen, files, fuse=options.lora in FUSE)),
         notes=tuple(_notes(said, options)),
         base=base is not None,
-        dtypes=dtypes,
+    )
+    copies = _copies(chosen, model, moves_for(kinds) if base is not None else ())
+    return _fused(made, parts, model, copies, fusions) if options.lora in FUSE else made
+
+
+def _fused(
+    made: Weights, parts: Adapted, model: Mapping[str, TensorInfo], copies: Mapping[str, str], fusions: Fusions
+) -> Weights:
+    """Return the same with a whole model: its weights under plain names, whole copies in their places."""
+    taken = {*parts.base, *parts.original, *copies.values()}
+    beside = {name for file in made.files for name in file.names} | {drop.name for drop in made.dropped}
+    whole = {**model, **{name: replace(made.sources[copy], name=name) for name, copy in copies.items()}}
+    others = {name: tensor for name, tensor in made.sources.items() if name in beside or name not in taken}
+    return replace(
+        made,
+        sources={**whole, **others},
+        model=whole,
+        fusions=fusions.by_source,
+        dtypes={name: model[name].dtype for name in copies if name in model} if made.base else {},
         copies=frozenset(copies),
     )
 
@@ -149,131 +138,6 @@ def _copies(chosen: Iterable[Adapter], model: Mapping[str, TensorInfo], moves: S
         there = (candidate.name for candidate in candidates(plain, moves) if candidate.name in model)
         copies[next(there, plain)] = name
     return copies
-
-
-def _finders(
-    model: Mapping[str, TensorInfo], kinds: tuple[str, ...]
-) -> tuple[fusion.Parameters, Callable[[str], Iterable[str]]]:
-    """Return what finds a parameter of training among these tensors, and what lists those right below a module."""
-    moves = moves_for(kinds)
-    modules: dict[str, list[str]] = {}
-    for name in model:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-
-    def parameters(name: str) -> Parameter | None:
-        for candidate in candidates(name, moves):
-            if candidate.name in model:
-                return Parameter(model[candidate.name].shape, (Part(candidate.name),))
-            packed = experts.packed(candidate.name)
-            naming = experts.naming_of(packed.prefix, model) if packed is not None else None
-            if packed is not None and naming is not None:
-                return _one_by_one(packed, naming, model)
-        return None
-
-    def below(module: str) -> list[str]:
-        return [*modules.get(module, ()), *(f"{module}.{name}" for name in (experts.GATE_UP, experts.DOWN))]
-
-    return parameters, lambda module: dict.fromkeys(below(module))
-
-
-def _one_by_one(
-    packed: experts.Packed, naming: tuple[str, str, str], model: Mapping[str, TensorInfo]
-) -> Parameter | None:
-    """Return packed experts of training that are stored one by one."""
-    parts: list[Part] = []
-    count = len(list(experts.numbered(packed.prefix, model, naming)))
-    shape: Index = ()
-    for expert in range(count):
-        for half in range(packed.halves):
-            tensor = model.get(packed.single(naming, expert, half))
-            if tensor is None or len(tensor.shape) != 2 or (shape and tensor.shape != shape):
-                return None
-            shape = tensor.shape
-            parts.append(Part(tensor.name, (expert,), half * shape[0]))
-    return Parameter((count, packed.halves * shape[0], shape[1]), tuple(parts)) if parts else None
-
-
-def _chosen(role: Path, parts: Adapted, options: Options) -> list[Adapter]:
-    """Return the adapters that are meant; raises :class:`UsageError` where that is not clear."""
-    there = parts.adapters
-    unknown = [name for name in options.adapters if name not in there]
-    if unknown:
-        raise UsageError(f"--adapter {unknown[0]}: no such adapter; there is {listing(there)}")
-    if not options.adapters and len(there) > 1:
-        raise UsageError(
-            f"{role}: has {len(there)} adapters: {listing(there)}",
-            hint=f"Choose: {' or '.join(f'--adapter {name}' for name in there)}; several can be given.",
-        )
-    names_ = dict.fromkeys(options.adapters) or there
-    unsafe = [name for name in names_ if not settings.is_name(name)]
-    if unsafe:
-        message = f"{role}: an adapter is called {unsafe[0]!r}, which no directory can be"
-        raise BrokenCheckpoint(message, code="adapter-name")
-    return [there[name] for name in names_]
-
-
-def _undecided(role: Path, parts: Adapted, tensors: Mapping[str, TensorInfo]) -> UsageError:
-    """Return the error that explains what lies here and which choice there is."""
-    needs = "; it lies elsewhere, so --base MODEL_DIR is needed, too" if parts.alone else ""
-    return UsageError(
-        f"{role}: the shards of a PEFT model, with {counted(parts.count, 'tensor')} of adapters; say what is to be "
-        "written of it: --lora",
-        hint=f"--lora fuse     a whole model with the adapter in its weights{needs}\n"
-        "--lora adapter  the adapter alone, as peft, vLLM and SGLang load it beside its base model\n"
-        "--lora both     the fused model, and the adapter in a directory inside",
-        problems=[
-            Problem(code="adapters", message=found.summary(adapter, tensors), severity="note")
-            for adapter in parts.adapters.values()
-        ],
-    )
-
-
-def _no_lora(role: Path, parts: Adapted) -> Unmapped:
-    foreign = [text for text, _ in folded(parts.foreign)]
-    what = f"adapters that are no LoRA: {listing(foreign)}" if foreign else "names of PEFT, but no adapter"
-    return Unmapped(
-        f"{role}: {what}",
-        hint="LoRA, DoRA and modules_to_save are known here. PEFT itself can fuse others: merge_and_unload().",
-        code="adapter-kind",
-    )
-
-
-def _check_kinds(said: Iterable[tuple[Adapter, Settings]], *, fuse: bool, elsewhere: bool) -> None:
-    """Raise :class:`Unmapped` for adapters that cannot be fused like LoRA, or not into the base that is given."""
-    for adapter, its in said:
-        if fuse and its.unusual:
-            raise Unmapped(
-                f"{its.where}: the adapter {adapter.name} has {listing(its.unusual)}: it is no plain LoRA to fuse",
-                hint="Write it alone: --lora adapter; or fuse it with peft itself.",
-                code="adapter-kind",
-            )
-        if elsewhere and its.changed_base:
-            raise Unmapped(
-                f"{its.where}: training began with {its.changed_base}, which takes out of the base what the adapter "
-                "begins with: the model on the hub is not its base",
-                hint="Fuse it into the base that the training saved, with a configuration that says so.",
-                code="adapter-kind",
-            )
-
-
-def _dora_faults(said: Iterable[tuple[Adapter, Settings]]) -> Iterator[Problem]:
-    """Yield where ``use_dora`` and the magnitudes that are stored contradict one another."""
-    problems = Findings(most=1 << 30)
-    for adapter, its in said:
-        wanted = its.config.get("use_dora")
-        for layer in adapter.layers.values() if isinstance(wanted, bool) else ():
-            if wanted != bool(layer.magnitude):
-                there = "a magnitude" if layer.magnitude else "no lora_magnitude_vector"
-                text = f"has {there}, and {its.where} has use_dora {json.dumps(wanted)}"
-                problems.group("settings-disagree", text, layer.plain)
-    yield from problems.all()
-
-
-def _refuse(role: Path, problems: list[Problem]) -> None:
-    if problems:
-        raise BrokenCheckpoint(
-            f"{role}: its adapters do not fit; nothing was written", code=problems[0].code, problems=problems
-        )
 
 
 def _files(
@@ -310,15 +174,15 @@ def _told(adapter: Adapter, its: Settings, fusions: Fusions) -> Fused:
     )
 
 
-def _dropped(parts: Adapted, chosen: list[Adapter], kept: Iterable[str], *, fuse: bool) -> Iterator[Dropped]:
-    """Yield what is not written, by which rule; ``kept`` is written with an adapter."""
+def _dropped(parts: Adapted, chosen: list[Adapter], files: Iterable[AdapterFile], *, fuse: bool) -> Iterator[Dropped]:
+    """Yield what is not written, not even with an adapter in one of its ``files``, and by which rule."""
     copied = {plain for adapter in chosen for plain in adapter.saved}
     for name, plain in parts.original.items():
         if plain in copied or not fuse:
             yield Dropped(name, "original-module", "the trained copy takes its place")
     if not fuse:
         reason = "--lora adapter: the base model is not written"
-        kept = set(kept)
+        kept = {name for file in files for name in file.names}
         yield from (Dropped(name, "base-model", reason) for name in parts.base if name not in kept)
     for adapter in parts.adapters.values():
         if adapter not in chosen:
