@@ -336,6 +336,19 @@ def test_what_can_be_made_of_adapters_is_suggested(fsdp_checkpoints: Path) -> No
         assert lines[1].endswith("-lora --lora adapter")
 
 
+@pytest.mark.parametrize(
+    "place", ["lora_train_meta.json", "../lora_train_meta.json", "lora_adapter/adapter_config.json"]
+)
+def test_a_run_of_adapters_suggests_what_can_be_made_of_them(
+    fsdp_checkpoints: Path, tmp_path: Path, place: str
+) -> None:
+    role = builders.copy(fsdp_checkpoints / "lora", tmp_path / "global_step_3/actor")
+    (role / "lora_adapter").mkdir()
+    (role / "lora_train_meta.json").rename(role / place)
+    lines = [line.command for line in inspect(tmp_path).next if "merge-fsdp" in line.command]
+    assert [line.partition(" --lora ")[2] for line in lines] == ["fuse", "adapter"]
+
+
 def test_layers_that_are_called_adapters_are_no_adapters(tmp_path: Path) -> None:
     weights = {"encoder.adapter_layer.weight": torch.ones(2), "model.floral_A.weight": torch.ones(2)}
     found = inspect(write_role(tmp_path / "role", weights))

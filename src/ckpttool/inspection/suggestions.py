@@ -150,8 +150,9 @@ def _typed(path: str) -> str:
 
 
 def _is_lora(role: Path) -> bool:
-    """Tell by what verl writes beside the shards that they are those of a PEFT model."""
-    return any((folder / LORA_META).is_file() for folder in (role, role.parent))
+    """Tell by what trainers write beside the shards that they are those of a PEFT model."""
+    beside = (LORA_META, f"../{LORA_META}", "adapter_config.json", "lora_adapter/adapter_config.json")
+    return any((role / name).is_file() for name in beside)
 
 
 def _after_run(found: Inspection) -> Iterator[Suggestion]:

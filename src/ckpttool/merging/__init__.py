@@ -203,7 +203,7 @@ def _unlike(opened: Opened, draft: planning.Draft) -> Unmapped:
     theirs, ours = draft.unlike.of, next(iter(opened.config.model_types if opened.config is not None else ()), None)
     why = [*draft.unlike.sizes]
     if theirs is not None and ours is not None and theirs != ours:
-        why.insert(0, f"the reference is a {theirs}, the checkpoint a {ours}")
+        why.insert(0, f"the reference is of type {theirs}, the checkpoint of type {ours}")
     error = Unmapped(
         f"{opened.source.root}: is not as the reference is{': ' if why else ''}{'; '.join(why)}; nothing was written",
         hint="What may be missing or extra all the same is allowed by name: --allow-missing NAME, --allow-extra NAME.",

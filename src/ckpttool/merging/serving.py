@@ -54,7 +54,7 @@ def served_note(tensors: Mapping[str, TensorInfo], config: ModelConfig | None) -
         yield Problem(
             code="served-otherwise",
             severity="note",
-            message=f"these are the names of training; on the hub a {kinds[0]} has others, which servers may want: "
+            message=f"these are the names of training; on the hub, {kinds[0]} has others, which servers may want: "
             f"{'; '.join(ways)}",
             hint="To write those: --like MODEL, the directory of the base model (its small files suffice).",
         )
