@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from ckpttool.adapters.found import Adapted, Adapter, Layer
+from ckpttool.adapters.fusion import Fusions
 from ckpttool.adapters.settings import Settings
 from ckpttool.formats.peftnames import PREFIX, saved_module
 
@@ -62,20 +63,10 @@ def _is_kept(plain: str, modules: Collection[str], settings: Settings) -> bool:
     return module.rpartition(".")[2] in KEPT_WITH and module in modules
 
 
-def config_bytes(
-    adapter: Adapter,
-    found: Adapted,
-    settings: Settings,
-    ranks: Mapping[str, int],
-    *,
-    experts: Mapping[str, str],
-    turned: bool,
-    base: str | None,
-) -> bytes:
+def config_bytes(adapter: Adapter, found: Adapted, settings: Settings, fits: Fusions, base: str | None) -> bytes:
     """Return ``adapter_config.json``: the one that was found, or one made of what the tensors and settings show.
 
-    ``ranks`` are those of modules, ``experts`` the parameters that are adapted directly, by the names of A;
-    ``base`` is what model the adapter belongs on, where that is known.
+    ``fits`` has ranks and what is adapted directly, ``base`` is what model the adapter belongs on, where it is known.
     """
     if settings.config:
         values = dict(settings.config)
@@ -85,27 +76,18 @@ def config_bytes(
         if settings.where == "--lora-alpha":
             values |= {"lora_alpha": _plain_number(settings.alpha), "alpha_pattern": {}}
     else:
-        values = _made(adapter, found, settings, ranks, experts, turned=turned, base=base)
+        values = _made(adapter, found, settings, fits) | {"base_model_name_or_path": base}
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode("utf-8", "surrogatepass")
 
 
-def _made(
-    adapter: Adapter,
-    found: Adapted,
-    settings: Settings,
-    ranks: Mapping[str, int],
-    experts: Mapping[str, str],
-    *,
-    turned: bool,
-    base: str | None,
-) -> dict[str, Any]:
-    layers = [layer for layer in adapter.layers.values() if layer.down not in experts]
-    direct = (experts[layer.down] for layer in adapter.layers.values() if layer.down in experts)
+def _made(adapter: Adapter, found: Adapted, settings: Settings, fits: Fusions) -> dict[str, Any]:
+    ranks = {layer.plain: fits.ranks.get(layer.down, 0) for layer in adapter.layers.values()}
+    layers = [layer for layer in adapter.layers.values() if layer.down not in fits.experts]
+    direct = (fits.experts[layer.down] for layer in adapter.layers.values() if layer.down in fits.experts)
     usual = settings.rank or next((rank for rank, _ in Counter(ranks.values()).most_common(1)), 1)
     return {
         "peft_type": "LORA",
         "task_type": settings.task_type,
-        "base_model_name_or_path": base,
         "inference_mode": True,
         "r": usual,
         "lora_alpha": _plain_number(settings.alpha),
@@ -116,7 +98,7 @@ def _made(
         "lora_bias": any(layer.bias for layer in layers),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": turned,
+        "fan_in_fan_out": any(layer.down in fits.turned for layer in layers),
         "init_lora_weights": True,
         "target_modules": _targets([layer.plain for layer in layers], found.base.values()),
         "target_parameters": sorted({_end(name, 3) for name in direct}) or None,

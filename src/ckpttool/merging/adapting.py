@@ -151,9 +151,7 @@ def _files(
     base = options.base or (named if isinstance(named, str) and named else None)
     for adapter, its in said:
         folder = "".join([f"{FOLDER}/" if options.lora == "both" else "", f"{adapter.name}/" if len(said) > 1 else ""])
-        ranks = {layer.plain: fusions.ranks.get(layer.down, 0) for layer in adapter.layers.values()}
-        turned = any(layer.down in fusions.turned for layer in adapter.layers.values())
-        made = writing.config_bytes(adapter, parts, its, ranks, experts=fusions.experts, turned=turned, base=base)
+        made = writing.config_bytes(adapter, parts, its, fusions, base)
         yield AdapterFile(folder, writing.tensors(adapter, parts, its), made)
 
 
