@@ -217,8 +217,7 @@ class Fuser:
 def _tiles(box: Box, most: int) -> Iterator[Box]:
     """Cut a box so that neither its rows nor its columns are more than ``most``."""
     (row, *offset), (rows, *size) = box
-    across = bands(tuple(size), most)
-    for begin, extent in [*across]:
+    for begin, extent in bands(tuple(size), most):
         for first in range(0, rows, most):
             at = tuple(o + b for o, b in zip(offset, begin, strict=True))
             yield (row + first, *at), (min(most, rows - first), *extent)

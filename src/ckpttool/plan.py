@@ -209,6 +209,12 @@ class Plan:
         """All tensors to write."""
         return tuple(target for file in self.weights for target in file.targets)
 
+    @property
+    def sources(self) -> frozenset[str]:
+        """Every tensor that is read."""
+        read = {part.source for target in self.targets for part in target.parts}
+        return frozenset(read | {factor for fusion in self.fusions.values() for factor in fusion.factors})
+
 
 def whole(tensor: TensorInfo, name: str = "", dtype: str = "") -> Target:
     """Return the target that is one source tensor as it is, but for its name or dtype."""

@@ -127,6 +127,12 @@ class Given:
     also: str = ""
 
 
+def check_alpha(alpha: float | None) -> None:
+    """Raise :class:`UsageError` for a ``--lora-alpha`` that is not above 0, or not finite."""
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise UsageError(f"--lora-alpha {alpha:g}: not above 0")
+
+
 def read_settings(given: Given, name: str, *, several: bool) -> Settings:
     """Return what is said of an adapter; with ``several`` in the checkpoint a file without a name is of ``default``.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpttool.adapters.settings import check_alpha
 from ckpttool.converting import planning
 from ckpttool.converting.choosing import find_archive
 from ckpttool.converting.opening import Opened, open_archive, stamps_of
@@ -63,8 +63,7 @@ def _checked(options: Options) -> Options:
         raise UsageError("--allow-overflow without --dtype or --like: nothing is cast")
     if options.lora_alpha is not None and options.lora is None:
         raise UsageError("--lora-alpha without --lora", hint="Say that adapters are to be fused: --lora fuse.")
-    if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
-        raise UsageError(f"--lora-alpha {options.lora_alpha:g}: not above 0")
+    check_alpha(options.lora_alpha)
     check_names(options)
     return with_torch_dtype(options)
 
@@ -130,12 +129,6 @@ def _heads(draft: planning.Draft) -> str:
     return f"{heads} heads, {groups} for keys and values, of {width} (config.json; {how})"
 
 
-def _sources(plan: Plan) -> set[str]:
-    """Return every tensor that is read for a plan."""
-    read = {part.source for target in plan.targets for part in target.parts}
-    return read | {factor for fusion in plan.fusions.values() for factor in fusion.factors}
-
-
 def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -> Conversion:
     plan, draft, source = checked.plan, checked.draft, opened.source
     written = plan.targets
@@ -168,7 +161,7 @@ def _result(output: Path, opened: Opened, checked: _Checked, options: Options) -
         left=opened.side.left,
         missing=opened.side.missing,
         notes=(*opened.notes, *checked.notes),
-        bytes_read=sum(opened.sources[name].nbytes for name in _sources(plan)),
+        bytes_read=sum(opened.sources[name].nbytes for name in plan.sources),
         bytes_written=plan.nbytes,
         names=draft.names,
         lora=options.lora,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 
+from ckpttool.adapters.fusion import Part
 from ckpttool.architectures.model import Model
 from ckpttool.converting.adapters import Layer
 from ckpttool.converting.settings import PARALLEL_EXPERTS, Settings
@@ -14,15 +15,6 @@ from ckpttool.tensors import Index, TensorInfo
 
 _GROUPED = re.compile(r"(.*\bexperts\.experts)\.(linear_fc[12])")
 """A module that is all experts at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor that a weight is stored in: its fixed indices among the axes in front, and the row it begins with."""
-
-    source: str
-    lead: Index
-    first: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def _check(output: Path, opened: Opened, weights: Weights, like: Reference | Non
     plan, changes = _plan(opened, weights, draft, options)
     if too_long := header_faults(plan.weights):
         raise _refusal(opened, too_long, ())
-    read += compared + sum(weights.sources[name].nbytes for name in _sources(plan))
+    read += compared + sum(weights.sources[name].nbytes for name in plan.sources)
     notes = [*weights.notes, *_notes(opened, weights, draft, copies.mismatches, options)]
     notes += doubtful.notes(plan, draft.targets, planning.buffers(weights.sources))
     return _Checked(plan, draft, copies, changes, tuple(notes), read)
@@ -176,12 +176,6 @@ def _of_base(opened: Opened) -> Mapping[str, tuple[Any, str]]:
     config = opened.base.config if opened.base is not None else None
     said = {name: config.values[name] for name in QUANTIZATION if name in config.values} if config is not None else {}
     return {name: (value, "so are the weights of the base model") for name, value in said.items()}
-
-
-def _sources(plan: Plan) -> set[str]:
-    """Return every tensor that is read for a plan."""
-    read = {part.source for target in plan.targets for part in target.parts}
-    return read | {factor for fusion in plan.fusions.values() for factor in fusion.factors}
 
 
 def _notes(

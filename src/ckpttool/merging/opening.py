@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckpttool.adapters.settings import check_alpha
 from ckpttool.errors import BrokenCheckpoint, Problem, Severity, UsageError
 from ckpttool.export.config import Edits, ModelConfig, read_side_config
 from ckpttool.export.running import check_names, with_torch_dtype
@@ -124,8 +124,7 @@ def _check_adapters(options: Options) -> None:
         }
         for name in (name for name, is_given in model.items() if is_given):
             raise UsageError(f"{name} with --lora adapter: no model is written")
-    if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
-        raise UsageError(f"--lora-alpha {options.lora_alpha:g}: not above 0")
+    check_alpha(options.lora_alpha)
 
 
 def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:

@@ -75,7 +75,8 @@ class _Follower:
             elif experts.single(name) is None:
                 self._plain(tensor)
         for name in self._strangers:
-            self._add(name, whole(self._tensors[name], self._fallback(name).name), self._fallback(name).rules)
+            fallback = self._fallback(name)
+            self._add(name, whole(self._tensors[name], fallback.name), fallback.rules)
         order = {name: place for place, name in enumerate(self._tensors)}
         self._found.targets.sort(key=lambda target: order[target.parts[0].source])
         self._found.problems += self._misfits.all()

@@ -59,12 +59,11 @@ def match(targets: Iterable[Target], like: Reference, wanted: Iterable[str], all
     missing, lacking = _sorted_out(only_there, allowed.missing, "--allow-missing")
     extra, surplus = _sorted_out(only_here, allowed.extra, "--allow-extra")
     others: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     for name, target in written.items():
         shape = like.shape(name)
         if shape is not None and shape != target.shape:
             others.setdefault(f"{list(target.shape)} here, {list(shape)} in the reference", []).append(name)
-    kinds: dict[str, list[str]] = {}
-    for name, target in written.items():
         there = like.tensors.get(name)
         if there is not None and _are_of_two_kinds(target.dtype, there[0]):
             kinds.setdefault(f"{target.dtype} here, {there[0]} in the reference", []).append(name)
@@ -95,8 +94,8 @@ def _sorted_out(names: Sequence[str], patterns: Sequence[str], option: str) -> t
         if not any(_fits(name, pattern) for name in names):
             what = "missing" if option.endswith("missing") else "extra"
             raise UsageError(f"{option} {pattern}: no such name is {what}")
-    good = [name for name in names if any(_fits(name, pattern) for pattern in patterns)]
-    return [name for name in names if name not in set(good)], good
+    good = {name: None for name in names if any(_fits(name, pattern) for pattern in patterns)}
+    return [name for name in names if name not in good], list(good)
 
 
 _RANGES = re.compile(r"\[(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\]")
