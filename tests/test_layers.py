@@ -86,12 +86,30 @@ LAYERS: dict[str, set[str]] = {
         ),
         "ckpttool.unpickle",  # for the arguments of a run
     },
+    "ckpttool.gathering": {
+        *("ckpttool.plan", "ckpttool.fusing", "ckpttool.reading", "ckpttool.elements", "ckpttool.tensors"),
+        "ckpttool.errors",
+    },
+    "ckpttool.comparison": {  # across kinds, through the plans of the converters
+        *("ckpttool.converting", "ckpttool.merging", "ckpttool.architectures", "ckpttool.inspection"),
+        *("ckpttool.export", "ckpttool.naming", "ckpttool.gathering", "ckpttool.plan", "ckpttool.fusing"),
+        *("ckpttool.lowrank", "ckpttool.reading", "ckpttool.elements", "ckpttool.layout", "ckpttool.source"),
+        *("ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        "ckpttool.unpickle",  # to pause the collector
+    },
+    "ckpttool.verification": {
+        *("ckpttool.comparison", "ckpttool.inspection", "ckpttool.staging", "ckpttool.reading", "ckpttool.elements"),
+        *("ckpttool.layout", "ckpttool.source", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        "ckpttool.unpickle",  # to pause the collector
+    },
     "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},
     "ckpttool.render": {
         *("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.converting", "ckpttool.demo"),
         *("ckpttool.architectures", "ckpttool.export", "ckpttool.errors", "ckpttool.telling"),
+        *("ckpttool.comparison", "ckpttool.verification"),
     },
     "ckpttool.cli": {
+        *("ckpttool.comparison", "ckpttool.verification"),
         *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.demo"),
         *("ckpttool.converting", "ckpttool.architectures", "ckpttool.errors"),
         "ckpttool.layout",  # to complete the steps of a run, without the weight of an inspection

@@ -1,0 +1,1 @@
+"""``diff``: two checkpoints of any kinds, name by name and value by value."""
