@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import reading, sink
+from ckpttool import gathering, reading, sink
 from ckpttool.elements import dtype_of
 from ckpttool.plan import Arrangement, Rows, Target, weight_files
 from ckpttool.sink import write_weights
@@ -98,9 +98,9 @@ def as_dtype(values: Array, dtype: str) -> Array:
 @contextmanager
 def bands_of(band: int, held: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sink, reading):
+        for module in (sink, gathering, reading):
             patch.setattr(module, "BAND", band)
-        patch.setattr(sink, "TURNED", held)
+        patch.setattr(gathering, "TURNED", held)
         yield
 
 
@@ -148,7 +148,7 @@ def test_what_is_written_is_what_numpy_says(case: Case, band: int, held: int) ->
 @given(cases())
 def test_memory_does_not_change_what_is_written(case: Case) -> None:
     """The same where everything is held at once."""
-    check(case, reading.BAND, sink.TURNED)
+    check(case, reading.BAND, gathering.TURNED)
 
 
 def transposed(name: str, source: str, dtype: str, shape: tuple[int, int]) -> Target:

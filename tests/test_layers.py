@@ -35,9 +35,13 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.lowrank", "ckpttool.reading", "ckpttool.elements", "ckpttool.tensors", "ckpttool.errors"),
     },
     "ckpttool.plan": {"ckpttool.lowrank", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"},
+    "ckpttool.gathering": {
+        *("ckpttool.plan", "ckpttool.fusing", "ckpttool.lowrank", "ckpttool.reading", "ckpttool.elements"),
+        "ckpttool.tensors",
+    },
     "ckpttool.staging": {"ckpttool.errors"},
     "ckpttool.sink": {
-        *("ckpttool.staging", "ckpttool.plan", "ckpttool.fusing", "ckpttool.lowrank", "ckpttool.reading"),
+        *("ckpttool.staging", "ckpttool.gathering", "ckpttool.plan", "ckpttool.lowrank", "ckpttool.reading"),
         *("ckpttool.elements", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
     },
     "ckpttool.layout": {"ckpttool.tensors", "ckpttool.errors"},
@@ -85,10 +89,6 @@ LAYERS: dict[str, set[str]] = {
             "ckpttool.errors",
         ),
         "ckpttool.unpickle",  # for the arguments of a run
-    },
-    "ckpttool.gathering": {
-        *("ckpttool.plan", "ckpttool.fusing", "ckpttool.reading", "ckpttool.elements", "ckpttool.tensors"),
-        "ckpttool.errors",
     },
     "ckpttool.comparison": {  # across kinds, through the plans of the converters
         *("ckpttool.converting", "ckpttool.merging", "ckpttool.architectures", "ckpttool.inspection"),

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import reading, sink
+from ckpttool import gathering, reading, sink
 from ckpttool.elements import cast, dtype_of
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from ckpttool.plan import PAGE, Plan, Rows, SideFile, Target, WeightFile, weight_files, whole
@@ -147,6 +147,7 @@ def test_every_plan_is_carried_out(
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "BAND", band)
         patch.setattr(sink, "BAND", band)
+        patch.setattr(gathering, "BAND", band)
         patch.setattr(sink, "PAGE", 16)
         patch.setattr(os, "fsync", lambda _handle: None)
         sharing(patch, shares, 100)
@@ -322,6 +323,7 @@ def slow(root: Path, count: int) -> tuple[tuple[WeightFile, ...], dict[str, Tens
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "BAND", 16)
     monkeypatch.setattr(sink, "BAND", 16)
+    monkeypatch.setattr(gathering, "BAND", 16)
 
 
 @pytest.mark.usefixtures("small_bands")

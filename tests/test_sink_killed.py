@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool import reading, sink
+from ckpttool import gathering, reading, sink
 from ckpttool.errors import CannotWrite
 from ckpttool.plan import Plan, weight_files, whole
 from ckpttool.staging import check_space, clear_stale
@@ -72,6 +72,7 @@ def _run(
     try:
         pytest.MonkeyPatch().setattr(reading, "BAND", 2048)
         pytest.MonkeyPatch().setattr(sink, "BAND", 2048)
+        pytest.MonkeyPatch().setattr(gathering, "BAND", 2048)
         _end_at(at, before=before)
         carry_out(plan, sources, root, target, force=force)
         code = 0
@@ -185,6 +186,7 @@ def test_a_disk_that_becomes_full_is_left_empty(
 ) -> None:
     """In the middle of a band, or after many."""
     monkeypatch.setattr(sink, "BAND", 100_000)
+    monkeypatch.setattr(gathering, "BAND", 100_000)
     monkeypatch.setattr(reading, "BAND", 100_000)
     arrays: dict[str, Any] = {name: ("float32", np.ones(rows, np.float32)) for name in "abc"}
     sources = stored(tmp_path / "in", arrays)

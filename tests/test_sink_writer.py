@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool import reading, sink
+from ckpttool import gathering, reading, sink
 from ckpttool.plan import WeightFile, weight_files, whole
 from ckpttool.sink import write_weights
 from ckpttool.tensors import TensorInfo
@@ -26,7 +26,7 @@ PWRITE = os.pwrite
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bands of a kibibyte, no blocks shared, and no thread left behind."""
     before = threading.active_count()
-    for module in (sink, reading):
+    for module in (sink, gathering, reading):
         monkeypatch.setattr(module, "BAND", 1024)
     monkeypatch.setattr(os, "copy_file_range", None)
     yield

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpttool import fusing, sink
+from ckpttool import fusing, gathering
 from ckpttool.converting import Options, convert
 from tests.conftest import Call
 from tests.conversions import Role, done, make
@@ -54,7 +54,7 @@ def test_any_parallel_layout_and_dialect_is_fused_to_the_same(
 def test_in_small_parts(model: str, adapted_checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of a few rows, which DoRA's lengths then do not come from alone, and factors that are not kept."""
     convert(adapted_checkpoints / model, tmp_path / "one", FUSE)
-    monkeypatch.setattr(sink, "PART", 24)
+    monkeypatch.setattr(gathering, "PART", 24)
     monkeypatch.setattr(fusing, "PART", 60)
     monkeypatch.setattr(fusing, "HELD", 100)
     convert(adapted_checkpoints / model, tmp_path / "out", FUSE)

@@ -7,7 +7,6 @@ little left to wait for: measured, that nearly halves the time of a copy.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections import Counter
@@ -21,20 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.elements import Array, cast, dtype_of, turn
+from ckpttool.elements import Array, dtype_of
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.safetensorsfile import SAFETENSORS_NAMES
-from ckpttool.fusing import PART, Fuser
+from ckpttool.gathering import Gatherer
 from ckpttool.lowrank import Fusion
-from ckpttool.plan import PAGE, Arrangement, Plan, Target, WeightFile
+from ckpttool.plan import PAGE, Plan, Target, WeightFile
 from ckpttool.reading import BAND, Reader, Run
 from ckpttool.staging import copy_file, write_file
-from ckpttool.tensors import Box, Index, Piece, TensorInfo, bands, is_cut_in_rows
+from ckpttool.tensors import Box, Piece, TensorInfo, is_cut_in_rows
 
 Progress = Callable[[int], None]
-
-TURNED = 48 << 20
-"""Bytes of a target that is rearranged which are held at once: an expert of most models. More go in slices."""
 
 PATIENCE = 2.0
 """Seconds that an interruption waits for the write that is under way."""
@@ -141,7 +137,7 @@ class _Job:
             with Reader(self.root) as reader:
                 output = _Output(handle, self._buffers(), writer, self._advance)
                 output.append(np.frombuffer(file.header, np.uint8))
-                mover = _Mover(self.sources, Fuser(reader, self.sources, self.fusions), reader, output)
+                mover = _Mover(self.sources, Gatherer(self.sources, self.fusions, reader), reader, output)
                 for target in file.targets:
                     if lost := mover.move(target):
                         self.overflows[target.name] += lost
@@ -260,26 +256,19 @@ def _hurry(handle: int, at: int, count: int) -> int:
 
 
 class _Mover:
-    """Reads targets band by band into an output, fusing and casting where the plan says so."""
+    """Appends targets to an output: shared by the file system where it can, otherwise band by band."""
 
-    def __init__(self, sources: Mapping[str, TensorInfo], fuser: Fuser, reader: Reader, output: _Output) -> None:
-        self._sources, self._fuser, self._reader, self._output = sources, fuser, reader, output
-        self._uncast: Array = np.empty(0, np.uint8)
-        self._wide: Array = np.empty(0, np.float32)
-        self._held: Array = np.empty(0, np.uint8)
+    def __init__(self, sources: Mapping[str, TensorInfo], gatherer: Gatherer, reader: Reader, output: _Output) -> None:
+        self._sources, self._gatherer, self._reader, self._output = sources, gatherer, reader, output
 
     def move(self, target: Target) -> int:
         """Append one target; return how many finite elements its cast made infinite."""
-        if target.arrangement is not None and target.arrangement.moves:
-            return self._turn(target, target.arrangement)
         tensor = self._sources[target.parts[0].source]
-        copied = target.is_copy_of(tensor) and self._fuser.of(tensor.name) is None
-        if not copied or not is_cut_in_rows(tensor) or not _is_whole(tensor):
-            shape = target.concatenated
-            return self._fill(target, (0,) * len(shape), shape)
+        if not self._gatherer.copies(target) or not is_cut_in_rows(tensor) or not _is_whole(tensor):
+            return self._fill(target)
         for piece in sorted(tensor.pieces, key=lambda piece: piece.offset):
             if not self._share(tensor, piece):
-                self._fill(target, piece.offset, piece.size)
+                self._fill(target, (piece.offset, piece.size))
         return 0
 
     def _share(self, tensor: TensorInfo, piece: Piece) -> bool:
@@ -289,77 +278,9 @@ class _Mover:
         run = self._reader.run(tensor, piece)
         return run is not None and run.offset % PAGE == 0 and self._output.share(run)
 
-    def _fill(self, target: Target, offset: Index, size: Index) -> int:
-        """Append a part of a target that is contiguous in it."""
-        dtype, lost = dtype_of(target.dtype), 0
-        for start, extent in bands(size, self._most(target)):
-            box = tuple(map(int.__add__, offset, start)), extent
-            room = self._output.room(math.prod(extent) * dtype.itemsize).view(dtype)
-            lost += self._gather(target, box, room.reshape(extent))
-        return lost
-
-    def _most(self, target: Target) -> int:
-        """Return how many elements of a target are moved at once."""
-        dtypes = {target.dtype, *(self._sources[part.source].dtype for part in target.parts)}
-        most = BAND // max(dtype_of(dtype).itemsize for dtype in dtypes)
-        return min(most, PART) if any(self._fuser.of(part.source) for part in target.parts) else most
-
-    def _gather(self, target: Target, box: Box, out: Array) -> int:
-        """Fill an array with a box of the concatenation of a target's parts."""
-        lost = 0
-        for name, rows, source in target.sources(box):
-            lost += self._read(self._sources[name], source, target, out[rows])
-        return lost
-
-    def _turn(self, target: Target, how: Arrangement) -> int:
-        """Append a target whose elements change their order: a slice of it is gathered as it is stored, then turned."""
-        dtype, most, lost = dtype_of(target.dtype), self._most(target), 0
-        if self._held.size < min(TURNED, target.nbytes):
-            self._held = np.empty(min(TURNED, target.nbytes), np.uint8)
-        for box in bands(how.turned, self._held.size // dtype.itemsize):
-            offset, size = (tuple(box[side][how.order.index(axis)] for axis in range(len(how.view))) for side in (0, 1))
-            held = self._held[: math.prod(size) * dtype.itemsize].view(dtype).reshape(size)
-            for rows, where in how.runs((offset, size)):
-                run = held[where].reshape(rows[1])
-                for start, extent in bands(rows[1], most):
-                    part = run[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))]
-                    lost += self._gather(target, (tuple(map(int.__add__, rows[0], start)), extent), part)
-            self._append_turned(held.transpose(how.order))
-        return lost
-
-    def _append_turned(self, turned: Array) -> None:
-        for start, extent in bands(turned.shape, BAND // turned.itemsize):
-            room = self._output.room(math.prod(extent) * turned.itemsize).view(turned.dtype).reshape(extent)
-            turn(turned[tuple(slice(o, o + n) for o, n in zip(start, extent, strict=True))], room)
-
-    def _read(self, tensor: TensorInfo, box: Box, target: Target, out: Array) -> int:
-        fusion = self._fuser.of(tensor.name)
-        if tensor.dtype == target.dtype and not target.shift and fusion is None:
-            self._reader.read(tensor, box, out.reshape(box[1]))
-            return 0
-        stored, count = dtype_of(tensor.dtype), math.prod(box[1])
-        if not self._uncast.size:
-            self._uncast = np.empty(BAND, np.uint8)
-        uncast = self._uncast[: count * stored.itemsize].view(stored)
-        self._reader.read(tensor, box, uncast.reshape(box[1]))
-        if not target.shift and fusion is None:
-            return cast(uncast.reshape(out.shape), out, tensor.dtype, target.dtype)
-        # in a dtype in which it is exact enough to be rounded once, by the cast
-        wide = "float64" if "float64" in (tensor.dtype, target.dtype) else "float32"
-        values = self._widened(uncast, wide)
-        if fusion is not None:
-            self._fuser.fuse(fusion, box, values.reshape(box[1]))
-        if target.shift:
-            values += target.shift
-        return cast(values.reshape(out.shape), out, wide, target.dtype)
-
-    def _widened(self, values: Array, dtype: str) -> Array:
-        """Return elements in a wider dtype, in a buffer that lasts until the next call."""
-        if self._wide.size < values.size or self._wide.dtype != dtype:
-            self._wide = np.empty(values.size, dtype)
-        wide = self._wide[: values.size]
-        np.copyto(wide, values, casting="unsafe")
-        return wide
+    def _fill(self, target: Target, part: Box | None = None) -> int:
+        """Append a target, or a part of it that is contiguous."""
+        return sum(lost for _, lost in self._gatherer.bands(target, self._output.room, part))
 
 
 def _is_whole(tensor: TensorInfo) -> bool:
