@@ -108,7 +108,7 @@ class Difference:
         """Count one more part of both, given contiguous arrays of the same shape and dtype."""
         a, b = a.reshape(-1), b.reshape(-1)
         self.elements += a.size
-        where = _bits(a) != _bits(b)
+        where = bits(a) != bits(b)
         where = where if where.ndim == 1 else where.any(axis=1)
         changed = int(np.count_nonzero(where))
         self.changed += changed
@@ -140,7 +140,7 @@ class Difference:
         self.largest = max(self.largest, float(apart.max(initial=0)))
 
 
-def _bits(values: Array) -> Array:
+def bits(values: Array) -> Array:
     """View elements as unsigned integers; those of other sizes as rows of their bytes."""
     size = values.itemsize
     return values.view(f"u{size}") if size in (1, 2, 4, 8) else values.view(np.uint8).reshape(-1, size)

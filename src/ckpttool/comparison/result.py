@@ -73,8 +73,8 @@ class TensorDiff:
 class Cell:
     """Several tensors summed up: all of one module in one layer, of one layer, of one module.
 
-    ``rel_l2`` is that of all their elements as one vector, ``None`` where A is zero; ``missing`` are tensors that only
-    one side has or that have two shapes.
+    ``rel_l2`` is that of the tensors that changed, as one vector: 0 where none did, ``None`` where A is zero;
+    ``missing`` are tensors that only one side has or that have two shapes.
     """
 
     tensors: int
@@ -116,7 +116,11 @@ class Renamed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to compare. ``tolerance`` is absolute, or in units in the last place with ``ulps``; 0 is exact."""
+    """How to compare. ``tolerance`` is absolute, or in units in the last place with ``ulps``; 0 is exact.
+
+    ``lora`` is ``fuse`` where adapters of a training are compared as fused; ``as_written`` casts A to the dtypes of B,
+    as a conversion would.
+    """
 
     role: str | None = None
     step: str | None = None
@@ -130,6 +134,11 @@ class Options:
     hf_config: str | None = None
     arch: str | None = None
     producer: str | None = None
+    lora: str | None = None
+    lora_alpha: float | None = None
+    adapters: tuple[str, ...] = ()
+    adapter_config: str | None = None
+    as_written: bool = False
     threads: int = 1
 
 

@@ -73,7 +73,7 @@ def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Op
     names, unwrapped, collisions = unwrap(source.tensors)
     config, config_problems = read_side_config(side_folder, given=options.hf_config is not None)
     tensors = planning.renamed(source.tensors, names)
-    problems = [*_sorted_out(source), *collisions, *config_problems]
+    problems = [*sorted_out(source), *collisions, *config_problems]
     if not collisions:
         problems += planning.draft(plain_weights(tensors), Tie(), None, Sizes(), options).problems
     _refuse(role, source, problems)
@@ -150,7 +150,7 @@ _MISSING = "rank-missing"
 _OTHER_NODES = "Do they lie on other nodes? Name those directories, too: --input DIR; or copy the files into this one."
 
 
-def _sorted_out(source: fsdp.FsdpSource) -> list[Problem]:
+def sorted_out(source: fsdp.FsdpSource) -> list[Problem]:
     """Return the problems of the shards; ranks that hold further replicas of what is here are no fault."""
     suffices = any(problem.code == "replicas-suffice" for problem in source.problems)
     severity: Severity = "note" if suffices else "error"

@@ -17,6 +17,10 @@ from ckpttool.tensors import CASTABLE
 _COUNTED = {"layers": r"(?:.*\.)?layers\.", "experts": r".*\.experts\."}
 
 
+ANY = "*"
+"""The pattern that allows whatever there is, be it nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What may be missing or extra all the same: names, or patterns with ``*`` for any characters."""
@@ -91,7 +95,7 @@ def _are_of_two_kinds(dtype: str, other: str) -> bool:
 def _sorted_out(names: Sequence[str], patterns: Sequence[str], option: str) -> tuple[list[str], list[str]]:
     """Split names into those that are wrong and those that are allowed."""
     for pattern in patterns:
-        if not any(_fits(name, pattern) for name in names):
+        if pattern != ANY and not any(_fits(name, pattern) for name in names):
             what = "missing" if option.endswith("missing") else "extra"
             raise UsageError(f"{option} {pattern}: no such name is {what}")
     good = {name: None for name in names if any(_fits(name, pattern) for pattern in patterns)}

@@ -1,0 +1,176 @@
+"""Bring two sides under one set of names: as they are stored, or through the plans of the converters.
+
+Two Megatron archives are compared tensor by layer and expert, whatever dialect their keys are in. Where one side is
+Megatron's alone, its weight map makes the targets that a conversion would write; where names differ otherwise (of
+training, of the hub), the rules of ``--like`` bring A under those of B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpttool.architectures.slots import PREFIXES, Slot, take_apart
+from ckpttool.comparison.result import Options
+from ckpttool.comparison.sides import Opened
+from ckpttool.comparison.values import Stock
+from ckpttool.converting import planning
+from ckpttool.converting.opening import open_archive
+from ckpttool.converting.result import AUTO
+from ckpttool.converting.result import Options as ConvertOptions
+from ckpttool.errors import BrokenCheckpoint, Problem
+from ckpttool.export.config import ModelConfig
+from ckpttool.export.ties import decide, heads_of
+from ckpttool.formats.findings import counted
+from ckpttool.merging.serving import sizes_of
+from ckpttool.naming.following import follow
+from ckpttool.naming.matching import ANY
+from ckpttool.naming.reference import Reference, as_mapped
+from ckpttool.plan import Dropped, Target, whole
+from ckpttool.tensors import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """One side under the names of the comparison: targets in their own dtypes, and where these come from.
+
+    ``aliases`` are names that a tied model stores once: what they are another name of.
+    """
+
+    stock: Stock
+    targets: Mapping[str, Target]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[Dropped, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Both sides, how they were made comparable in one line, and what is to be said of that."""
+
+    a: Laid
+    b: Laid
+    plan: str = ""
+    notes: tuple[Problem, ...] = ()
+
+
+def pair(a: Opened, b: Opened, options: Options) -> Pairing:
+    """Lay out both sides; raises :class:`Unmapped` where no weight map fits, :class:`UsageError` for a choice."""
+    if a.megatron and b.megatron:
+        return Pairing(_unstacked(a), _unstacked(b))
+    if a.megatron:
+        laid, plan, notes = _converted(a, b, options)
+        return Pairing(laid, _with_aliases(_plain(b), b.config, laid), plan, notes)
+    if b.megatron:
+        laid, plan, notes = _converted(b, a, options)
+        return Pairing(_with_aliases(_plain(a), a.config, laid), laid, plan, notes)
+    mine, theirs, plan, notes = _followed(a, b)
+    return Pairing(_with_aliases(mine, a.config, theirs), _with_aliases(theirs, b.config, mine), plan, notes)
+
+
+def _plain(side: Opened) -> Laid:
+    return Laid(side.stock, {name: whole(tensor) for name, tensor in side.tensors.items()})
+
+
+def _unstacked(side: Opened) -> Laid:
+    """Lay out an archive of Megatron, a target for every layer and expert; other parts than the model as they are."""
+    of_model = {name: tensor for name, tensor in side.tensors.items() if not _is_state(name)}
+    slots, twice = take_apart(of_model)
+    if twice:
+        raise BrokenCheckpoint(f"{side.found.path}: cannot be compared", code=twice[0].code, problems=twice)
+    targets = {key: _of_slot(slot) for key, slot in slots.items()}
+    others = {name: whole(tensor) for name, tensor in side.tensors.items() if name not in of_model}
+    return Laid(side.stock, {**targets, **others})
+
+
+def _is_state(name: str) -> bool:
+    """Tell what belongs to no model by its key: the state of an optimizer has the model's keys behind its own."""
+    return name.startswith(("optimizer.", "chained_"))
+
+
+def _of_slot(slot: Slot) -> Target:
+    return Target(slot.key, slot.dtype, slot.shape, (slot.rows(),))
+
+
+def _converted(megatron: Opened, other: Opened, options: Options) -> tuple[Laid, str, tuple[Problem, ...]]:
+    """Lay out an archive as the targets that ``to-hf --like`` the other side would write, in the archive's dtypes."""
+    config = options.hf_config or (str(other.folder) if other.config is not None else None)
+    settings = ConvertOptions(
+        hf_config=config,
+        arch=options.arch,
+        producer=options.producer or AUTO,
+        lora="fuse" if options.lora == "fuse" else None,
+        lora_alpha=options.lora_alpha,
+        allow_missing=(ANY,),
+        allow_extra=(ANY,),
+    )
+    opened = open_archive(megatron.found.path, (), settings)
+    names = Reference(other.side.root, dict.fromkeys(other.tensors))
+    draft = planning.draft(opened, as_mapped(names), settings)
+    if draft.problems:
+        raise BrokenCheckpoint(
+            f"{megatron.found.path}: cannot be compared with another kind of checkpoint as it is",
+            code=draft.problems[0].code,
+            problems=draft.problems,
+        )
+    stock = Stock(opened.source.root, opened.sources, draft.fusions.by_source)
+    targets = {target.name: replace(target, dtype=stock.dtype(target)) for target in draft.targets}
+    which = "A" if options.as_written else megatron.side.path
+    plan = (
+        f"{which} through the weight map {draft.family.name}: {counted(len(targets), 'tensor')}, as to-hf writes them"
+    )
+    return Laid(stock, targets, dropped=draft.dropped), plan, (*draft.notes,)
+
+
+def _followed(a: Opened, b: Opened) -> tuple[Laid, Laid, str, tuple[Problem, ...]]:
+    """Bring A under the names of B where they differ and rules say how."""
+    mine, theirs = _plain(a), _plain(b)
+    ours = a.tensors
+    if ours.keys() == b.tensors.keys():
+        return mine, theirs, "", ()
+    prefix = _prefix(list(ours), b.tensors)
+    if prefix:
+        targets = {name.removeprefix(prefix): target for name, target in mine.targets.items()}
+        mine = replace(mine, targets={name: replace(target, name=name) for name, target in targets.items()})
+        return mine, theirs, f"names of A without their prefix {prefix!r}", ()
+    known = {name: (tensor.dtype, tensor.shape) for name, tensor in b.tensors.items()}
+    kind = next(iter(b.config.model_types), None) if b.config is not None else None
+    reference = Reference(b.side.root, dict(known), model_type=kind)
+    model = {name: tensor for name, tensor in ours.items() if name not in b.tensors}
+    alike = {name: mine.targets[name] for name in ours if name in b.tensors}
+    found = follow(model, reference, sizes_of(b.config or a.config))
+    moved = {target.name: target for target in found.targets}
+    if moved.keys() & alike.keys() or not any(name in b.tensors for name in moved):
+        return mine, theirs, "", ()
+    in_order = _in_order({**alike, **moved}, ours)
+    rules = ", ".join(found.pairs)
+    notes = tuple(replace(problem, severity="note") for problem in found.problems)
+    return replace(mine, targets=in_order), theirs, f"names of A by the rules {rules}", notes
+
+
+def _in_order(targets: Mapping[str, Target], sources: Mapping[str, TensorInfo]) -> dict[str, Target]:
+    place = {name: at for at, name in enumerate(sources)}
+    return dict(sorted(targets.items(), key=lambda item: place[item[1].parts[0].source]))
+
+
+def _prefix(names: Sequence[str], others: Mapping[str, TensorInfo]) -> str:
+    """Return what wrappers put before every name of A, where B has those names without it and not with it."""
+    for prefix in PREFIXES:
+        if names and all(name.startswith(prefix) for name in names):
+            without = sum(name.removeprefix(prefix) in others for name in names)
+            if without > sum(name in others for name in names):
+                return prefix
+    return ""
+
+
+def _with_aliases(side: Laid, config: ModelConfig | None, other: Laid) -> Laid:
+    """Give a side the head that only the other one stores, where it is tied to the embeddings."""
+    lacking = [name for name in heads_of(other.targets) if name not in side.targets]
+    if not lacking or config is None:
+        return side
+    shapes = {name: TensorInfo(name, target.dtype, target.shape, ()) for name, target in side.targets.items()}
+    tie = decide(shapes, config, lambda _a, _b: "", untie=False, drop_head=False)
+    if not tie.tied or tie.embedding is None or tie.embedding not in side.targets:
+        return side
+    embedding = side.targets[tie.embedding]
+    targets = {**side.targets, lacking[0]: replace(embedding, name=lacking[0])}
+    return replace(side, targets=targets, aliases={lacking[0]: tie.embedding})

@@ -1,0 +1,109 @@
+"""The values of two tensors, band by band and in step: equal bits first, and what is measured where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from ckpttool.comparison.measure import Measure, Sums, are_equal, coarsest, finest
+from ckpttool.comparison.result import Metrics, Options, State
+from ckpttool.elements import Array
+from ckpttool.gathering import Gatherer
+from ckpttool.lowrank import Fusion
+from ckpttool.plan import Target
+from ckpttool.reading import BAND, Reader
+from ckpttool.tensors import CASTABLE, TensorInfo
+
+_NO_FUSIONS: Mapping[str, Fusion] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """Where the tensors of one side come from: its sources by name below a root, and what is fused into them."""
+
+    root: Path
+    sources: Mapping[str, TensorInfo]
+    fusions: Mapping[str, Fusion] = field(default_factory=lambda: _NO_FUSIONS)
+
+    def dtype(self, target: Target) -> str:
+        """Return the dtype that a target's first source is stored in."""
+        return self.sources[target.parts[0].source].dtype
+
+
+class Stream:
+    """One side, opened for one thread: tensors as runs of elements, in a buffer of its own."""
+
+    def __init__(self, stock: Stock) -> None:
+        self._reader = Reader(stock.root)
+        self._gatherer = Gatherer(stock.sources, stock.fusions, self._reader)
+        self._buffer: Array = np.empty(BAND, np.uint8)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.__exit__(None, None, None)
+
+    def runs(self, target: Target) -> Iterator[Array]:
+        """Yield the elements of a target in order; a run is good until the next one is asked for."""
+        for band in self._gatherer.bands(target, lambda count: self._buffer[:count]):
+            yield band.elements
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What comparing two tensors has come to; ``read`` are the bytes of both sides that were looked at."""
+
+    state: State
+    metrics: Metrics
+    read: int
+    sums: Sums = field(default_factory=Sums)
+
+
+def compare_values(a: tuple[Stream, Target], b: tuple[Stream, Target], options: Options) -> Found | None:
+    """Compare two targets of one shape; ``None`` where there is no dtype that holds the values of both."""
+    dtypes = a[1].dtype, b[1].dtype
+    common = _common(*dtypes, options)
+    if common is None:
+        return None
+    sides = tuple((stream, replace(target, dtype=common)) for stream, target in (a, b))
+    read, first = 0, 0
+    for x, y in in_step(*(stream.runs(target) for stream, target in sides)):
+        if not are_equal(x, y):
+            break
+        first += x.size
+        read += x.nbytes * 2
+    else:
+        return Found("equal", Metrics(elements=a[1].numel, changed=0), read)
+    ulp = coarsest(*dtypes) if common in CASTABLE else common
+    measure = Measure(common, ulp, options.tolerance, options.ulps)
+    for x, y in in_step(*(stream.runs(target) for stream, target in sides)):
+        measure.add(x, y)
+        read += x.nbytes * 2
+    return Found("differs" if measure.beyond else "close", measure.metrics(), read, measure.sums)
+
+
+def _common(a: str, b: str, options: Options) -> str | None:
+    """Return the dtype in which both are compared: their own, or one that holds all values of both."""
+    if a == b:
+        return a
+    if not {a, b} <= CASTABLE:
+        return None
+    if options.as_written:
+        return b
+    return coarsest(a, b) if options.ignore_dtype else finest(a, b)
+
+
+def in_step(a: Iterator[Array], b: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
+    """Yield the elements of two tensors of one size as runs of one length, however each of them is cut."""
+    x = y = np.empty(0, np.uint8)
+    while True:
+        x = x if x.size else next(a, x)
+        y = y if y.size else next(b, y)
+        count = min(x.size, y.size)
+        if not count:
+            return
+        yield x[:count], y[:count]
+        x, y = x[count:], y[count:]
