@@ -16,6 +16,7 @@ from typer import Context, Exit, Option, Typer
 from ckpttool import __version__
 from ckpttool.cli.convert import to_hf
 from ckpttool.cli.demo import demo
+from ckpttool.cli.diff import diff
 from ckpttool.cli.inspect import EVERY_TENSOR, inspect
 from ckpttool.cli.merge import merge_fsdp
 from ckpttool.cli.migrate import migrate
@@ -36,6 +37,7 @@ app.command("inspect", cls=PlainCommand, short_help="What is it, is it whole, wh
 app.command("migrate", cls=PlainCommand, short_help="Megatron layout v1 of verl to v2, in place.")(migrate)
 app.command("merge-fsdp", cls=PlainCommand, short_help="FSDP shards to a Hugging Face directory.")(merge_fsdp)
 app.command("to-hf", cls=PlainCommand, short_help="A Megatron checkpoint to a Hugging Face directory.")(to_hf)
+app.command("diff", cls=PlainCommand, short_help="Where two checkpoints differ, and by how much.")(diff)
 app.command("demo", cls=PlainCommand, short_help="Try the commands on small real checkpoints.")(demo)
 
 INTERRUPTED = 130

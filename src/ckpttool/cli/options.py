@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -156,6 +157,16 @@ def count_of(option: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 20:
         raise UsageError(f"{option} {text}: no whole number above 0")
     return int(text)
+
+
+MOST_THREADS = 8
+"""Threads that are taken without being asked for: each has buffers of its own."""
+
+
+def every_core() -> int:
+    """Return how many threads use every core that this process may have."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(len(affinity(0)) if affinity is not None else os.cpu_count() or 1, MOST_THREADS)
 
 
 def number_of(option: str, text: str) -> float:
