@@ -61,14 +61,14 @@ class Sums:
     count: int = 0
 
     def add(self, x: Array, y: Array, apart: Array) -> None:
-        """Count finite elements in float64, and how far they are apart."""
+        """Count finite elements in float64 (of complex ones both parts), and how far they are apart."""
         self.a += float(x @ x)
         self.b += float(y @ y)
         self.product += float(x @ y)
         self.apart += float(apart @ apart)
         self.magnitude += float(apart.sum())
         self.largest = max(self.largest, float(apart.max(initial=0.0)))
-        self.count += x.size
+        self.count += apart.size
 
 
 @dataclass(slots=True)
@@ -110,17 +110,13 @@ class Measure:
 
     def _sum(self, a: Array, b: Array) -> tuple[Array, Array | None]:
         """Add to the sums what is finite; return how far elements are apart, and which are clear where not all are."""
-        if a.dtype.kind == "c":
-            self._sum(*(np.stack([part.real, part.imag], -1).reshape(-1) for part in (a, b)))
-            apart = np.abs(a.astype(np.complex128) - b.astype(np.complex128))
-            return apart, np.isfinite(apart)
         x, y = _wide(a, self.dtype), _wide(b, self.dtype)
         apart = _apart(a, b) if a.dtype.kind in "iu" else np.abs(y - x)
         clear = None if math.isfinite(apart.sum()) else np.isfinite(apart)
         if clear is None:
-            self.sums.add(x, y, apart)
+            self.sums.add(_parts(x), _parts(y), apart)
         else:
-            self.sums.add(x[clear], y[clear], apart[clear])
+            self.sums.add(_parts(x[clear]), _parts(y[clear]), apart[clear])
         return apart, clear
 
     def _judge(self, a: Array, b: Array, where: Array, apart: Array, clear: Array | None) -> None:
@@ -177,12 +173,17 @@ def _values(dtype: str) -> Array:
 
 
 def _wide(values: Array, dtype: str) -> Array:
-    """Return elements in float64; measured, by far the fastest ways that NumPy has for narrow floats."""
+    """Return elements in float64 or complex128; for narrow floats, measured, by far the fastest ways of NumPy."""
     if dtype == "bfloat16":
         values = (bits(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
     elif dtype.startswith("float") and values.itemsize <= 2:
         values = _values(dtype)[bits(values)]
-    return values.astype(np.float64)
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _parts(values: Array) -> Array:
+    """Return complex numbers as pairs of floats, others as they are."""
+    return values.view(np.float64)
 
 
 def _apart(a: Array, b: Array) -> Array:
