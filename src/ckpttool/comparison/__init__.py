@@ -20,7 +20,7 @@ from ckpttool.comparison.rolling import Place, layers, places, strips
 from ckpttool.comparison.sides import open_side
 from ckpttool.comparison.trusting import Ledger, are_recorded_equal
 from ckpttool.comparison.values import Found, Stream, compare_values
-from ckpttool.errors import NotACheckpoint
+from ckpttool.errors import NotACheckpoint, UsageError
 from ckpttool.export.writing import Progress, Ready, give_back
 from ckpttool.unpickle import collector_paused
 
@@ -74,6 +74,10 @@ class _Work:
     def __init__(self, pairing: Pairing, options: Options) -> None:
         self.a, self.b, self.options = pairing.a, pairing.b, options
         names = list(dict.fromkeys((*self.a.targets, *self.b.targets)))
+        for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise UsageError(f"{option} {pattern}: no tensor has such a name")
         self.names = [name for name in names if _is_wanted(name, options)]
         self.excluded = len(names) - len(self.names)
         self.sums: dict[str, Sums] = {}

@@ -29,6 +29,9 @@ from ckpttool.naming.reference import Reference, as_mapped
 from ckpttool.plan import Dropped, Target, whole
 from ckpttool.tensors import TensorInfo
 
+_HALVES = ("_w", "_v")
+"""How keys of gate and up end where a gated projection is stored as two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Laid:
@@ -77,9 +80,23 @@ def _unstacked(side: Opened) -> Laid:
     slots, twice = take_apart(of_model)
     if twice:
         raise BrokenCheckpoint(f"{side.found.path}: cannot be compared", code=twice[0].code, problems=twice)
-    targets = {key: _of_slot(slot) for key, slot in slots.items()}
+    targets = _joined({key: _of_slot(slot) for key, slot in slots.items()})
     others = {name: whole(tensor) for name, tensor in side.tensors.items() if name not in of_model}
     return Laid(side.stock, {**targets, **others})
+
+
+def _joined(targets: Mapping[str, Target]) -> dict[str, Target]:
+    """Put gate and up of a gated projection together again, which one dialect stores under two keys."""
+    found: dict[str, Target] = {}
+    for key, target in targets.items():
+        whole_, half = key[:-2], key[-2:]
+        gate, up = targets.get(whole_ + _HALVES[0]), targets.get(whole_ + _HALVES[1])
+        if half not in _HALVES or gate is None or up is None or gate.shape[1:] != up.shape[1:] or not gate.shape:
+            found[key] = target
+        elif half == _HALVES[0]:
+            shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
+            found[whole_] = Target(whole_, gate.dtype, shape, (*gate.parts, *up.parts))
+    return found
 
 
 def _is_state(name: str) -> bool:
@@ -125,7 +142,8 @@ def _followed(a: Opened, b: Opened) -> tuple[Laid, Laid, str, tuple[Problem, ...
     """Bring A under the names of B where they differ and rules say how."""
     mine, theirs = _plain(a), _plain(b)
     ours = a.tensors
-    if ours.keys() == b.tensors.keys():
+    alike = {name: mine.targets[name] for name, tensor in ours.items() if _has(b, tensor)}
+    if ours.keys() == b.tensors.keys() == alike.keys():
         return mine, theirs, "", ()
     prefix = _prefix(list(ours), b.tensors)
     if prefix:
@@ -135,8 +153,7 @@ def _followed(a: Opened, b: Opened) -> tuple[Laid, Laid, str, tuple[Problem, ...
     known = {name: (tensor.dtype, tensor.shape) for name, tensor in b.tensors.items()}
     kind = next(iter(b.config.model_types), None) if b.config is not None else None
     reference = Reference(b.side.root, dict(known), model_type=kind)
-    model = {name: tensor for name, tensor in ours.items() if name not in b.tensors}
-    alike = {name: mine.targets[name] for name in ours if name in b.tensors}
+    model = {name: tensor for name, tensor in ours.items() if name not in alike}
     found = follow(model, reference, sizes_of(b.config or a.config))
     moved = {target.name: target for target in found.targets}
     if moved.keys() & alike.keys() or not any(name in b.tensors for name in moved):
@@ -145,6 +162,11 @@ def _followed(a: Opened, b: Opened) -> tuple[Laid, Laid, str, tuple[Problem, ...
     rules = ", ".join(found.pairs)
     notes = tuple(replace(problem, severity="note") for problem in found.problems)
     return replace(mine, targets=in_order), theirs, f"names of A by the rules {rules}", notes
+
+
+def _has(side: Opened, tensor: TensorInfo) -> bool:
+    """Tell whether a side has a tensor of this name and shape."""
+    return tensor.name in side.tensors and side.tensors[tensor.name].shape == tensor.shape
 
 
 def _in_order(targets: Mapping[str, Target], sources: Mapping[str, TensorInfo]) -> dict[str, Target]:

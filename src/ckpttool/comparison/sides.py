@@ -11,11 +11,11 @@ from ckpttool.comparison.finding import Found
 from ckpttool.comparison.result import Options, Side
 from ckpttool.comparison.values import Stock
 from ckpttool.converting.opening import sorted_out as without_loader
-from ckpttool.errors import BrokenCheckpoint, Problem
+from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem
 from ckpttool.export.config import ModelConfig, read_side_config
 from ckpttool.export.writing import Stamps, check_unchanged, stamps
 from ckpttool.formats import dcp, fsdp, hf
-from ckpttool.formats.findings import counted
+from ckpttool.formats.findings import counted, listing
 from ckpttool.merging import opening as merging
 from ckpttool.merging.adapting import adapt, is_adapted
 from ckpttool.merging.choosing import find_side_folder
@@ -62,8 +62,7 @@ def open_side(found: Found, given: str, options: Options) -> Opened:
 
 
 def _shards(found: Found, given: str, options: Options) -> Opened:
-    kinds = ("model", "optim") if options.everything else ("model",)
-    source = fsdp.open_(found.path, kinds=kinds)
+    source = fsdp.open_(found.path, kinds=("model",))
     names, _, collisions = unwrap(source.tensors)
     _refuse(found.path, [*merging.sorted_out(source), *collisions])
     chosen, left_out = _parts(source, options)
@@ -82,7 +81,15 @@ def _shards(found: Found, given: str, options: Options) -> Opened:
         weights = adapt(source.root, (found.path,), tensors, None, config, settings)
         stock, tensors = Stock(source.root, weights.sources, weights.fusions), dict(weights.model)
     side = _side(found, given, "fsdp", f"FSDP shards of world size {source.world_size}", tensors, left_out)
-    return Opened(found, side, tensors, stock, _stamps(stock), folder, config, notes=found.notes)
+    notes = (*found.notes, *([_OPTIMIZER] if options.everything else []))
+    return Opened(found, side, tensors, stock, _stamps(stock), folder, config, notes=notes)
+
+
+_OPTIMIZER = Problem(
+    code="not-compared",
+    severity="note",
+    message="optim_*.pt: not compared; an optimizer numbers its parameters, in an order that only the model knows",
+)
 
 
 def _archive(found: Found, given: str, options: Options) -> Opened:
@@ -138,6 +145,12 @@ def _parts(source: Source, options: Options) -> tuple[dict[str, TensorInfo], Map
             chosen[name] = tensor
         else:
             left_out[part] += 1
+    if not chosen:
+        raise NotACheckpoint(
+            f"{source.root}: no weights of a model in it, but {listing(left_out) or 'nothing at all'}",
+            hint="Other state is compared with --all." if left_out else "",
+            code="no-weights",
+        )
     return chosen, dict(left_out)
 
 
