@@ -100,7 +100,7 @@ LAYERS: dict[str, set[str]] = {
     "ckpttool.verification": {
         *("ckpttool.comparison", "ckpttool.inspection", "ckpttool.staging", "ckpttool.reading", "ckpttool.elements"),
         *("ckpttool.layout", "ckpttool.source", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
-        "ckpttool.unpickle",  # to pause the collector
+        *("ckpttool.unpickle", "ckpttool.records"),  # to pause the collector; to vet what torch is to read
     },
     "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},
     "ckpttool.render": {
@@ -134,6 +134,8 @@ FORBIDDEN_CALLS = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "marshal.loads", "shelve.open"),
     *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "print"),
 }
+FRAMEWORKS = "ckpttool.verification.frameworks"
+"""The one module that may import torch (inside of functions) and load by it, with ``weights_only=True``."""
 
 
 @cache
@@ -165,10 +167,8 @@ def layer(module: str) -> str:
     return max((name for name in LAYERS if module == name or module.startswith(f"{name}.")), key=len, default="")
 
 
-def calls(module: str) -> Iterator[str]:
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func)
+def calls(module: str) -> Iterator[ast.Call]:
+    yield from (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -187,8 +187,19 @@ def test_libraries_stay_where_they_belong(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_is_unpickled_run_or_printed(module: str) -> None:
-    made = set(calls(module))
-    assert made & FORBIDDEN_CALLS == set()
+    made = {ast.unparse(call.func) for call in calls(module)}
+    assert made & FORBIDDEN_CALLS == ({"torch.load"} if module == FRAMEWORKS else set())
+
+
+def test_torch_loads_weights_only() -> None:
+    loads = [call for call in calls(FRAMEWORKS) if ast.unparse(call.func) == "torch.load"]
+    said = [[ast.unparse(word.value) for word in call.keywords if word.arg == "weights_only"] for call in loads]
+    assert said == [["True"]]
+
+
+def test_one_module_imports_torch() -> None:
+    roots = {module: {name.split(".")[0] for name in imports(module)} for module in MODULES}
+    assert [module for module, found in roots.items() if found & NEVER_AT_TOP] == [FRAMEWORKS]
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("ckpttool.render")])
