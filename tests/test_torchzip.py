@@ -112,6 +112,23 @@ def test_a_record_beyond_four_gigabytes(tmp_path: Path) -> None:
     assert found.read("data.pkl") == b"N."
 
 
+@pytest.mark.parametrize("other", ["archive/data/1", "archive/DATA/1", "archive/data.pkl", "archive/Data.pkl"])
+@pytest.mark.parametrize("first", [True, False])
+def test_two_records_of_one_name_are_broken(tmp_path: Path, other: str, first: bool) -> None:
+    """torch does not look at case and takes any of two names that are the same to it."""
+    torch.save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "archive.pt")
+    with zipfile.ZipFile(tmp_path / "archive.pt") as archive:
+        records = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    records.insert(0 if first else len(records), (other, bytes(12)))
+    with warnings.catch_warnings(), zipfile.ZipFile(tmp_path / "twice.pt", "w") as archive:
+        warnings.simplefilter("ignore")
+        for name, data in records:
+            archive.writestr(name, data)
+    with pytest.raises(BrokenCheckpoint, match="two of its records have one name") as caught:
+        open_archive(tmp_path / "twice.pt")
+    assert caught.value.code == "damaged-zip"
+
+
 @pytest.mark.parametrize("comment", [b"x", b"PK\x05\x06" * 9, b"\0" * 65_535])
 def test_a_comment_does_not_hide_the_end(tmp_path: Path, comment: bytes) -> None:
     path = write_zip(tmp_path / "commented.pt", {"data.pkl": b"N.", "data/0": b"1234"}, comment=comment)

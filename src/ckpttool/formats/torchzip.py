@@ -224,6 +224,8 @@ def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> di
         name = directory[at + _CENTRAL.size : name_end].decode("utf-8", "backslashreplace")
         entries[name] = Entry(header, size, crc, stored=method == 0)
         at = name_end + extra_length + comment_length
+    if len({name.lower() for name in entries}) < count:  # torch takes any of them, upper case or lower
+        raise _damaged(path, "two of its records have one name")
     headers = sorted({entry.header for entry in entries.values()})
     following = dict(pairwise([*headers, limit]))
     return {name: replace(entry, end=following[entry.header]) for name, entry in entries.items()}
