@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import checkpoints, converting, linking, merging
+from benchmarks import checkpoints, converting, differing, linking, merging
 from benchmarks.measure import TYPER, compare, require_room, run
 
 COMPLETION = {
@@ -55,6 +55,11 @@ def convert(folder: Path, ckpttool: str, runs: int) -> bool:
     return converting.measure(folder, ckpttool, max(runs // 2, 5))
 
 
+def diff(folder: Path, ckpttool: str, runs: int) -> bool:
+    """Measure ``diff`` of equal and of different models."""
+    return differing.measure(folder, ckpttool, max(runs // 2, 5))
+
+
 def migrate(folder: Path, ckpttool: str, runs: int) -> bool:
     """Measure ``migrate`` on an archive of many files."""
     role = folder / "global_step_1" / "actor"
@@ -67,9 +72,10 @@ PARTS: Mapping[str, Callable[[Path, str, int], bool]] = {
     "inspect": inspect,
     "merge": merge,
     "convert": convert,
+    "diff": diff,
     "migrate": migrate,  # last, as it plans in this process: one started later would report its memory as its own
 }
-ROOM: Mapping[str, int] = {"merge": merging.FREE_GB, "convert": converting.FREE_GB}
+ROOM: Mapping[str, int] = {"merge": merging.FREE_GB, "convert": converting.FREE_GB, "diff": differing.FREE_GB}
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool.cli import main
+from ckpttool.comparison import Options, prove
 from tests.conftest import Call
 from tests.hostile import save_bomb
 from tests.looking import save_dcp
@@ -294,6 +295,21 @@ def test_a_cast_is_a_difference_of_the_dtype_alone(ckpttool: Run, state: State, 
     assert call.code == 1
     assert {tensor["why"] for tensor in told(call).values()} == {"dtype"}
     assert ckpttool("diff", role, tmp_path / "out", "--ignore-dtype").code == 0
+
+
+def test_an_output_is_proven_with_its_cast(ckpttool: Run, state: State, tmp_path: Path) -> None:
+    """Rounded once to the dtype of the output, or not the same; a wider output holds the same values."""
+    role = write_role(tmp_path / "a", state, config=QWEN2)
+    for dtype in ("bf16", "fp16", "fp32"):
+        output = tmp_path / dtype
+        assert ckpttool("merge-fsdp", role, "-o", output, "--dtype", dtype).code == 0
+        assert prove(str(role), str(output), Options()).same
+        change(holding(output, "lm_head.weight"), "lm_head.weight")
+        found = prove(str(role), str(output), Options())
+        assert [tensor.name for tensor in found.of(["differs"])] == ["lm_head.weight"]
+    twice = {name: tensor.to(torch.float16).to(torch.bfloat16) for name, tensor in state.items()}
+    save_file(twice, tmp_path / "twice.safetensors")
+    assert prove(str(role), str(tmp_path / "twice.safetensors"), Options()).counts["differs"] > 0
 
 
 def test_a_head_that_is_tied_is_that_of_the_embeddings(ckpttool: Run, state: State, tmp_path: Path) -> None:
