@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli import main
 from ckpttool.comparison import Options, prove
+from ckpttool.comparison.values import compare_values
 from tests.conftest import Call
 from tests.hostile import save_bomb
 from tests.looking import save_dcp
@@ -373,16 +374,14 @@ def test_a_side_that_would_run_code(ckpttool: Run, state: State, tmp_path: Path)
 def test_a_file_that_is_written_meanwhile(
     ckpttool: Run, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpttool import comparison
-
     sides = [write_role(tmp_path / name, state) for name in "ab"]
-    compare = comparison.compare_values
+    compare = compare_values
 
     def meanwhile(*arguments: Any) -> Any:
         (sides[0] / "model_world_size_2_rank_0.pt").touch()
         return compare(*arguments)
 
-    monkeypatch.setattr(comparison, "compare_values", meanwhile)
+    monkeypatch.setattr("ckpttool.comparison.compare_values", meanwhile)
     call = ckpttool("diff", *sides)
     assert call.code == 4
     assert "changed while it was read" in call.err

@@ -15,10 +15,11 @@ from ckpttool.comparison.result import Options
 from ckpttool.comparison.sides import Opened
 from ckpttool.comparison.values import Stock
 from ckpttool.converting import planning
+from ckpttool.converting.choosing import find_side_folder
 from ckpttool.converting.opening import open_archive
 from ckpttool.converting.result import AUTO
 from ckpttool.converting.result import Options as ConvertOptions
-from ckpttool.errors import BrokenCheckpoint, Problem
+from ckpttool.errors import BrokenCheckpoint, Problem, UsageError
 from ckpttool.export.config import ModelConfig
 from ckpttool.export.ties import decide, heads_of
 from ckpttool.formats.findings import counted
@@ -120,6 +121,11 @@ def _converted(megatron: Opened, other: Opened, options: Options) -> tuple[Laid,
         allow_missing=(ANY,),
         allow_extra=(ANY,),
     )
+    if find_side_folder(megatron.found.path, settings) is None:
+        raise UsageError(
+            f"{megatron.found.path}: no config.json in or beside it or on the other side, to say what model this is",
+            hint="Give the directory of the model that was trained: --hf-config MODEL",
+        )
     opened = open_archive(megatron.found.path, (), settings)
     names = Reference(other.side.root, dict.fromkeys(other.tensors))
     draft = planning.draft(opened, as_mapped(names), settings)
