@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -55,14 +56,21 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
 def _lock(path: Path) -> int:
     """Open a directory and lock it where the file system has locks; the lock ends with the process."""
     handle = os.open(path, os.O_RDONLY)
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _hold(handle)
     return handle
 
 
-def _cannot(target: Path, error: OSError) -> CannotWrite:
+def _hold(handle: int) -> None:
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+_NO_ROOM = "Free some space, or choose another place with -o."
+
+
+def _cannot(target: Path, error: OSError, no_room: str = _NO_ROOM) -> CannotWrite:
     code = errno.errorcode.get(error.errno or 0, "")
-    hint = "Free some space, or choose another place with -o." if code in ("ENOSPC", "EDQUOT") else ""
+    hint = no_room if code in ("ENOSPC", "EDQUOT") else ""
     return CannotWrite(f"{target}: {error.strerror or error}; nothing was left there", hint=hint, code=code)
 
 
@@ -206,12 +214,98 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a small file, durably, with the mode that the umask leaves."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(handle, view) :]
-        os.fsync(handle)
+        _fill(handle, content)
     finally:
         os.close(handle)
+
+
+def _fill(handle: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(handle, view) :]
+    os.fsync(handle)
+
+
+def write_whole(target: Path, content: bytes, *, force: bool = False) -> None:
+    """Write a file that appears complete or not at all, with the mode that the umask leaves.
+
+    It is filled under the name ``NAME.partial-<random>``; what a killed run left there is removed. ``force`` replaces
+    the file that is there: whether it may be replaced, :func:`check_file` tells. Raises :class:`CannotWrite`.
+    """
+    partial = target.with_name(f"{target.name}{PARTIAL}{secrets.token_hex(4)}")
+    handle = -1
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear_files(target)
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        _hold(handle)
+        _fill(handle, content)
+        _give_name(partial, target, force=force)
+        _sync_name(target)
+    except OSError as error:
+        raise _cannot(target, error, "Free some space, or choose another place.") from error
+    finally:
+        if handle >= 0:
+            with suppress(OSError):
+                partial.unlink()
+            os.close(handle)
+
+
+def _sync_name(target: Path) -> None:
+    try:
+        sync(target.parent)
+    except OSError as error:
+        raise CannotWrite(f"{target}: written, but its name may not outlast a crash: {error.strerror}") from error
+
+
+def _clear_files(target: Path) -> None:
+    """Remove the files that killed runs left beside a target; those that another run fills stay."""
+    mine = re.compile(rf"{re.escape(target.name + PARTIAL)}[a-f0-9]{{8}}")
+    for name in filter(mine.fullmatch, os.listdir(target.parent)):
+        with suppress(OSError):
+            handle = os.open(target.parent / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if stat.S_ISREG(os.fstat(handle).st_mode):
+                    (target.parent / name).unlink()
+            finally:
+                os.close(handle)
+
+
+def _give_name(partial: Path, target: Path, *, force: bool) -> None:
+    """Move a file to its name; without ``force``, one that appeared there meanwhile stays."""
+    if force:
+        partial.replace(target)
+        return
+    try:
+        os.link(partial, target)
+    except FileExistsError as error:
+        raise CannotWrite(f"{target}: exists already", hint="Name another file, or replace it with --force.") from error
+    except OSError:  # a file system without hard links
+        if os.path.lexists(target):
+            raise
+        partial.rename(target)
+
+
+def check_file(target: Path, beginning: bytes, *, force: bool) -> None:
+    """Raise :class:`CannotWrite` for a file that exists, unless ``force`` replaces one that begins in this way."""
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise CannotWrite(f"{target}: exists already", hint="Name another file, or replace it with --force.")
+    if not stat.S_ISREG(target.lstat().st_mode) or not _begins(target, beginning):
+        raise CannotWrite(
+            f"{target}: no file of the kind that is written here, so --force does not replace it",
+            hint="Name another file, or move it away yourself.",
+        )
+
+
+def _begins(path: Path, beginning: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(beginning)) == beginning
+    except OSError as error:
+        raise CannotWrite(f"{path}: {error.strerror}", hint="Name another file.") from error
 
 
 def copy_file(source: Path, target: Path) -> None:
