@@ -94,7 +94,7 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.converting", "ckpttool.merging", "ckpttool.architectures", "ckpttool.inspection"),
         *("ckpttool.export", "ckpttool.naming", "ckpttool.gathering", "ckpttool.plan", "ckpttool.fusing"),
         *("ckpttool.lowrank", "ckpttool.reading", "ckpttool.elements", "ckpttool.layout", "ckpttool.source"),
-        *("ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.formats", "ckpttool.staging", "ckpttool.tensors", "ckpttool.errors"),
         "ckpttool.unpickle",  # to pause the collector
     },
     "ckpttool.verification": {
@@ -107,6 +107,7 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.converting", "ckpttool.demo"),
         *("ckpttool.architectures", "ckpttool.export", "ckpttool.errors", "ckpttool.telling"),
         *("ckpttool.comparison", "ckpttool.verification"),
+        "ckpttool.formats",  # to fold names
     },
     "ckpttool.cli": {
         *("ckpttool.comparison", "ckpttool.verification"),

@@ -13,6 +13,9 @@ from ckpttool.tensors import Index
 State = Literal["equal", "close", "differs", "only in A", "only in B"]
 STATES: tuple[State, ...] = get_args(State)
 
+PAGE_BEGINS = "<!doctype html>\n<!-- a comparison of two checkpoints, by ckpttool diff -->\n"
+"""How the page of a comparison begins: ``--force`` replaces no other file."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
