@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
@@ -82,8 +83,9 @@ def diff(
     """Say where two checkpoints differ: names, shapes, dtypes, and every value.
 
     FSDP shards, Megatron archives, DCP, Hugging Face models and single files are compared with each other: across
-    kinds by the names and forms that a conversion would write. B is measured against A; nothing is written.
-    Exit codes: 0 the same, 1 different, 3 no checkpoint, 4 not whole, 5 no weight map fits, 7 it would run code.
+    kinds by the names and forms that a conversion would write. B is measured against A; only the page is written.
+    Exit codes: 0 the same, 1 different, 3 no checkpoint, 4 not whole, 5 no weight map fits, 6 no page can be
+    written there, 7 it would run code.
     """
     ctx.obj.begin("diff", json=json, color=check_color(color))
     if a is None or b is None:
@@ -93,6 +95,7 @@ def diff(
     if lora_alpha is not None and lora is None:
         raise UsageError("--lora-alpha without --lora", hint="Say that adapters are to be fused: --lora fuse.")
     from ckpttool.comparison import Options, compare
+    from ckpttool.comparison.page import check_page, write_page
     from ckpttool.render.terminal import envelope, progress, watching
 
     absolute, ulps = tolerance_of(tolerance)
@@ -113,15 +116,22 @@ def diff(
         lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
         threads=every_core() if threads is None else count_of("--threads", threads),
     )
+    page = None if html is None else Path(html)
+    if page is not None:
+        check_page(page, force=force, sources=(Path(a), Path(b)))
     shown = not (no_progress or quiet or json)
     with watching(ctx.obj.err, shown=shown), progress("compared", ctx.obj.err, shown=shown) as bar:
         found = compare(str(check_path(a)), str(check_path(b)), options, bar)
+    if page is not None:
+        from ckpttool.render.page import page as drawn
+
+        write_page(page, drawn(found), force=force, sources=(Path(found.a.root), Path(found.b.root)))
     if json:
         sys.stdout.write(envelope("diff", ok=found.same, data=found.as_json(), problems=found.notes) + "\n")
     else:
         from ckpttool.render.comparison import show_comparison
 
-        show_comparison(found, ctx.obj.out, quiet=quiet)
+        show_comparison(found, ctx.obj.out, quiet=quiet, page=html or "")
     raise Exit(0 if found.same else 1)
 
 
