@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -30,12 +31,20 @@ def find() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
+def _pipe() -> tuple[int, int]:
+    """A pipe whose ends are none of the numbers that the browser knows its own by."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
+
+
 class Browser:
     """A browser with one tab; what it tells unasked is kept in `events`."""
 
     def __init__(self, program: str, profile: Path) -> None:
-        reading, self._out = os.pipe()
-        self._in, writing = os.pipe()
+        (reading, self._out), (self._in, writing) = _pipe(), _pipe()
         command = f'exec "$0" "$@" 3<&{reading} 4>&{writing}'
         arguments = [*FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
@@ -50,14 +59,24 @@ class Browser:
         self.events: list[Message] = []
 
     def __enter__(self) -> Browser:
+        try:
+            self._attach()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _attach(self) -> None:
         tab = next(t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page")
         attached = self.send("Target.attachToTarget", targetId=tab["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._process.terminate()
         self._process.wait(30)
         os.close(self._out)

@@ -265,6 +265,17 @@ def test_the_page_is_never_wider_than_the_window(browser: Browser, tmp_path: Pat
     assert browser.ask("document.documentElement.scrollWidth") == width
 
 
+@pytest.mark.parametrize("make", [compared.dense, compared.routed])
+def test_a_printed_page_is_whole(browser: Browser, tmp_path: Path, make: Any) -> None:
+    """On paper nothing scrolls: the charts and the map end where the paper does."""
+    show(browser, make(), tmp_path, width=720)
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    wide = browser.ask("[...document.querySelectorAll('.chart, table')].map(t => t.getBoundingClientRect().right)")
+    browser.send("Emulation.setEmulatedMedia", media="")
+    assert max(wide) <= 720
+    assert max(wide) > 600
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_all_text_stands_out_from_what_is_behind_it(browser: Browser, tmp_path: Path, dark: bool) -> None:
     """By the contrast that WCAG asks of small text."""

@@ -10,6 +10,8 @@ from ckpttool.render.page.writing import MEASURES, Scales, shown, spanned, told
 from ckpttool.render.terminal import plural
 
 MOST_COLUMNS, MOST_ROWS = 128, 150
+FEW = 16
+"""Columns that need not fill the page."""
 
 Cells = Mapping[int, Cell] | Mapping[int | None, Cell]
 
@@ -29,10 +31,10 @@ def _inside(found: Comparison, rows: Sequence[Strip], scales: Scales) -> str:
     lines = [_line("all modules", "all modules", found.layers, across, scales)]
     for name, strip in zip(labels(shown_rows), shown_rows, strict=True):
         lines.append(_line(name, strip.module, strip.layers, across, scales))
-    wide = len(across[0])
+    wide, few = len(across[0]), " few" * (len(across) <= FEW)
     caption = "Modules by layer" + (f"; a column is {wide} layers, the largest of them" if wide > 1 else "")
     return (
-        f'<div class="scroll" tabindex="0"><table class="heat" id="heat"><caption>{caption}</caption>\n'
+        f'<div class="scroll" tabindex="0"><table class="heat{few}" id="heat"><caption>{caption}</caption>\n'
         f'<thead><tr><th scope="col">module</th>{head}</tr></thead>\n<tbody>{"".join(lines)}</tbody></table></div>\n'
         f"{more}"
     )
