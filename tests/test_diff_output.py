@@ -112,6 +112,9 @@ def test_both_sides_what_was_left_out_and_notes_are_told(monkeypatch: pytest.Mon
     assert "runs/a  FSDP2 shards of 8 ranks, 21 tensors\n" in text
     assert "in runs/b/actor, 21 tensors; not compared: optimizer state (12 tensors)" in text
     assert "by Megatron's weight map" in text
+    monkeypatch.chdir("/")
+    side = replace(side, path="runs/../runs/b/", root="/runs/b")
+    assert "ranks, 21 tensors; not" in printed(replace(found, b=side), monkeypatch)
     assert "7 tensors by --include and --exclude" in text
     assert "a note" in text
 
@@ -355,6 +358,7 @@ def test_distances_are_told_in_few_words() -> None:
 
     assert histogram(0, 80, 15, 0, 5) == "1:80% 2:15% >2:5% up to 8"
     assert histogram(10, 0, 0) == "0:100%"
-    assert histogram(*[0] * 20, 7) == ">2:100% up to 2^19"
+    assert histogram(0, 990, 8, 2) == "1:99% 2:1% up to 4"
+    assert histogram(*[0] * 10, 6, *[0] * 9, 5) == "half<=512 all<=2^19"
     assert histogram() == "-"
     assert ulps(None) == "-"

@@ -20,6 +20,7 @@ from ckpttool.render.heat import (
     columns,
     cosine,
     difference,
+    elsewhere,
     flags,
     headline,
     labels,
@@ -113,7 +114,7 @@ def _words(state: State, count: int) -> str:
 
 def _side(side: Side) -> str:
     left = "".join(f"; not compared: {name} ({plural(n, 'tensor')})" for name, n in side.left_out.items())
-    there = "" if side.root in (side.path, "") else f" in {shown_path(side.root)}"
+    there = f" in {root}" if (root := elsewhere(side)) else ""
     return clean(f"{side.title}{there}, {plural(side.tensors, 'tensor')}{left}")
 
 

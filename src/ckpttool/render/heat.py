@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpttool.comparison.result import Cell, Comparison, Half, Metrics, Options, Strip, TensorDiff
-from ckpttool.render.terminal import clean
+from ckpttool.comparison.result import Cell, Comparison, Half, Metrics, Options, Side, Strip, TensorDiff
+from ckpttool.render.terminal import clean, shown_path
 
 LEVELS = 8
 VALUES = "values"
@@ -185,20 +186,29 @@ def cosine(value: float | None) -> str:
 
 
 def ulps(metrics: Metrics | None) -> str:
-    """Write the histogram of distances: ``1:80% 2:15% >2:5% up to 64``."""
+    """Write the histogram of distances: ``1:80% 2:15% >2:5% up to 64``, or ``half<=2^14 all<=2^20``."""
     counts = metrics.ulps if metrics is not None else ()
     total = sum(counts)
     if not total:
         return "-"
-    bins = [*zip(("0:", "1:", "2:"), counts[:3], strict=False), (">2:", sum(counts[3:]))]
     last = max(i for i, count in enumerate(counts) if count)
-    told = " ".join(f"{name}{100 * count / total:.0f}%" for name, count in bins if count)
+    if sum(counts[:3]) * 2 < total:
+        half = next(i for i in range(len(counts)) if sum(counts[: i + 1]) * 2 >= total)
+        return f"half<={power_of_two(half - 1)} all<={power_of_two(last - 1)}"
+    bins = [*zip(("0:", "1:", "2:"), counts[:3], strict=False), (">2:", sum(counts[3:]))]
+    told = " ".join(f"{name}{100 * count / total:.0f}%" for name, count in bins if count * 200 >= total)
     return told + (f" up to {power_of_two(last - 1)}" if last > 2 else "")
 
 
 def power_of_two(exponent: int) -> str:
     """Write a power of two, in full where that is short."""
     return str(1 << exponent) if exponent < 14 else f"2^{exponent}"
+
+
+def elsewhere(side: Side) -> str:
+    """Return where what was read lies, if that is not the path that was given."""
+    given, root = (os.path.normpath(shown_path(path)) for path in (side.path, side.root))
+    return "" if not side.root or root == given else root
 
 
 def headline(found: Comparison) -> tuple[str, str]:

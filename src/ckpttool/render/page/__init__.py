@@ -16,7 +16,7 @@ from ckpttool import __version__
 from ckpttool.comparison.result import PAGE_BEGINS, Cell, Comparison, Side, State
 from ckpttool.errors import Problem
 from ckpttool.formats.folding import folded
-from ckpttool.render.heat import flags, headline
+from ckpttool.render.heat import elsewhere, flags, headline
 from ckpttool.render.page.drawing import charts
 from ckpttool.render.page.listing import listing, rows_of
 from ckpttool.render.page.mapping import maps
@@ -75,7 +75,7 @@ def _cells(found: Comparison) -> Iterator[Cell]:
 
 def _side(letter: str, side: Side) -> str:
     left = "".join(f"; not compared: {name} ({plural(count, 'tensor')})" for name, count in side.left_out.items())
-    there = f" in {side.root}" if side.root not in ("", side.path) else ""
+    there = f" in {root}" if (root := elsewhere(side)) else ""
     what = shown(f"{side.title}{there}, {plural(side.tensors, 'tensor')}{left}")
     return f"<div><dt>{letter}</dt><dd><code>{shown(side.path)}</code><br>{what}</dd></div>"
 
