@@ -60,15 +60,19 @@ class TorchZip:
 
     def payload(self, name: str) -> int:
         """Return the byte offset in the file at which a record's payload begins (one small read)."""
+        local = read_range(self.path, self.base + self._entry(name).header, _LOCAL.size)
+        return self.base + self.begin(name, local)
+
+    def begin(self, name: str, local: bytes) -> int:
+        """Return where a record's payload begins, from the archive's begin on, by the bytes of its local header."""
         entry = self._entry(name)
-        local = read_range(self.path, self.base + entry.header, _LOCAL.size)
         if len(local) != _LOCAL.size or not local.startswith(b"PK\x03\x04"):
             raise _damaged(self.path, f"no local header for record {name}")
         name_length, extra_length = struct.unpack_from("<HH", local, 26)
         start: int = entry.header + _LOCAL.size + name_length + extra_length
         if entry.end - start - entry.size not in _BEHIND:
             raise _damaged(self.path, f"the local header of record {name} does not lead to its bytes")
-        return self.base + start
+        return start
 
     def read(self, name: str) -> bytes:
         """Return a whole small record, such as ``data.pkl``."""
@@ -76,6 +80,10 @@ class TorchZip:
         if entry.size > SMALL:
             raise _damaged(self.path, f"record {name} claims {entry.size:,} bytes")
         return read_range(self.path, self.payload(name), entry.size)
+
+    def check(self, name: str) -> None:
+        """Raise :class:`BrokenCheckpoint` for a record that is not there, or is compressed."""
+        self._entry(name)
 
     def _entry(self, name: str) -> Entry:
         if name not in self.entries:

@@ -124,7 +124,7 @@ _SUFFIXES = (".pt", ".bin", ".safetensors", ".distcp", ".metadata", ".json")
 def _is_of_a_checkpoint(name: str) -> bool:
     """Tell a link that a loader would follow from the litter of loggers."""
     *folders, file = name.split("/")
-    known = any(map(_keeps_checkpoints, [*folders, file])) or file.endswith(_SUFFIXES)
+    known = any(map(keeps_checkpoints, [*folders, file])) or file.endswith(_SUFFIXES)
     return known and not {"wandb", "logs", "tensorboard", "tensorboard_log"} & set(folders)
 
 
@@ -160,7 +160,7 @@ def _visit(root: Path, walk: _Walk) -> None:
             if stat.S_ISDIR(info.st_mode):
                 entered[file] += 1
                 outside = entry.is_symlink() and not _inside(root / name, real)
-                if file not in above and entered[file] <= MOST_WAYS and (not outside or _keeps_checkpoints(entry.name)):
+                if file not in above and entered[file] <= MOST_WAYS and (not outside or keeps_checkpoints(entry.name)):
                     todo.append((name, above | {file}, is_link))
             elif stat.S_ISREG(info.st_mode):
                 walk.names[file].append(name)
@@ -174,7 +174,8 @@ def _inside(path: Path, root: str) -> bool:
     return os.path.commonpath([os.path.realpath(path), root]) == root
 
 
-def _keeps_checkpoints(name: str) -> bool:
+def keeps_checkpoints(name: str) -> bool:
+    """Tell by its name a directory that is a step, a role or a tree of one: links to those are followed."""
     trees = (layout.V1_ARCHIVE, layout.V1_HUGGINGFACE, *layout.V2_PARENTS, *layout.ROLES)
     return layout.step_of(name) is not None or name in trees
 
