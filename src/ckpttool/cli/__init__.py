@@ -22,6 +22,7 @@ from ckpttool.cli.merge import merge_fsdp
 from ckpttool.cli.migrate import migrate
 from ckpttool.cli.options import PlainCommand, PlainGroup
 from ckpttool.cli.session import Session
+from ckpttool.cli.verify import verify
 from ckpttool.errors import CannotWrite, CkpttoolError, NotACheckpoint
 
 app = Typer(
@@ -38,6 +39,7 @@ app.command("migrate", cls=PlainCommand, short_help="Megatron layout v1 of verl 
 app.command("merge-fsdp", cls=PlainCommand, short_help="FSDP shards to a Hugging Face directory.")(merge_fsdp)
 app.command("to-hf", cls=PlainCommand, short_help="A Megatron checkpoint to a Hugging Face directory.")(to_hf)
 app.command("diff", cls=PlainCommand, short_help="Where two checkpoints differ, and by how much.")(diff)
+app.command("verify", cls=PlainCommand, short_help="Whether every byte is as it was written.")(verify)
 app.command("demo", cls=PlainCommand, short_help="Try the commands on small real checkpoints.")(demo)
 
 INTERRUPTED = 130
