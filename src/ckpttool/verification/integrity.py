@@ -7,12 +7,13 @@ The schema is ``{"algorithm": "sha256", "files": {NAME: HEX}}``; files in direct
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -135,23 +136,29 @@ def folders_of(tree: Tree) -> list[str]:
     return [where for where, folder in tree.folders.items() if any(detect(folder) is not None for detect in kinds)]
 
 
-def check_places(tree: Tree, folders: Iterable[str], *, force: bool) -> None:
+def check_place(folder: Path, *, force: bool) -> None:
     """Raise :class:`CannotWrite` where a manifest is already and is not to be replaced, or where one may not write."""
-    for folder in (tree.folders[where] for where in folders):
-        if os.path.lexists(folder / FILE) and not force:
-            raise CannotWrite(f"{folder / FILE}: exists already", hint="Replace it with --force.")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise CannotWrite(f"{folder}: no permission to write there", hint="Run as the user who trained.")
+    if os.path.lexists(folder / FILE) and not force:
+        raise CannotWrite(f"{folder / FILE}: exists already", hint="Replace it with --force.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CannotWrite(f"{folder}: no permission to write there", hint="Run as the user who trained.")
 
 
-def write_manifest(folder: Path, digests: Mapping[str, str]) -> Path:
-    """Write a manifest as megatron-core does; it appears complete or not at all."""
+def write_manifest(folder: Path, digests: Mapping[str, str], *, force: bool) -> Path:
+    """Write a manifest as megatron-core does; it appears complete or not at all.
+
+    Raises :class:`CannotWrite` where there is one and it is not to be replaced, or another run is at it.
+    """
     text = json.dumps({"algorithm": ALGORITHM, "files": dict(sorted(digests.items()))}, indent=2)
     partial, target = folder / f"{FILE}.partial-{secrets.token_hex(4)}", folder / FILE
     try:
-        write_file(partial, text.encode())
-        partial.replace(target)
-        sync(folder)
+        with _locked(folder):
+            check_place(folder, force=force)
+            for name in filter(_PARTIAL.fullmatch, os.listdir(folder)):  # a run that was killed left it
+                (folder / name).unlink()
+            write_file(partial, text.encode())
+            partial.replace(target)
+            sync(folder)
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "")
         raise CannotWrite(f"{target}: {error.strerror}; nothing was left there", code=code) from error
@@ -159,3 +166,20 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> Path:
         with suppress(OSError):
             partial.unlink()
     return target
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a directory, where its file system has locks; the lock ends with the process."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise CannotWrite(f"{folder}: another run is writing there", hint="Wait until it is done.") from error
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)

@@ -151,7 +151,8 @@ class Verifying:
         if self.tree.is_file:
             raise UsageError("--write-integrity with a file", hint=f"Give its directory: {self.tree.base.parent}")
         folders = integrity.folders_of(self.tree)
-        integrity.check_places(self.tree, folders, force=self.options.force)
+        for where in folders:
+            integrity.check_place(self.tree.folders[where], force=self.options.force)
         found: dict[str, dict[str, Entry]] = {}
         for where in folders:
             folder = self.tree.folders[where]
@@ -169,7 +170,7 @@ class Verifying:
             return Check(name="integrity", state="faults", detail=detail)
         for where, files in to_write.items():
             digests = {name: self.checked[e.identity].digests[integrity.ALGORITHM] for name, e in files.items()}
-            path = integrity.write_manifest(self.tree.folders[where], digests)
+            path = integrity.write_manifest(self.tree.folders[where], digests, force=self.options.force)
             self.written = (*self.written, str(path.relative_to(self.tree.base)))
         listed = {entry.identity: entry.size for files in to_write.values() for entry in files.values()}
         detail = f"written: {counted(len(listed), 'file')} by {integrity.ALGORITHM}, {', '.join(self.written)}"
