@@ -11,7 +11,9 @@ from typer import Argument, Context, Exit, Option
 from ckpttool.cli.options import (
     Color,
     Force,
+    HfConfig,
     Json,
+    LoraAlpha,
     NoProgress,
     Quiet,
     Role,
@@ -20,6 +22,8 @@ from ckpttool.cli.options import (
     check_path,
     count_of,
     every_core,
+    number_of,
+    one_of,
     size_of,
 )
 from ckpttool.errors import UsageError
@@ -44,6 +48,21 @@ def verify(
     write_integrity: Annotated[
         bool, Option("--write-integrity", help="If it is sound, write integrity.json: a SHA-256 for every file.")
     ] = False,
+    second_opinion: Annotated[
+        bool, Option("--second-opinion", help="Have a sample read by torch's own reader, too (the extra torch).")
+    ] = False,
+    against: Annotated[
+        str | None, Option("--against", metavar="SOURCE", help="Prove that it is what a conversion of SOURCE writes.")
+    ] = None,
+    hf_config: HfConfig = None,
+    arch: Annotated[str | None, Option("--arch", metavar="NAME", help="With --against: which weight map.")] = None,
+    producer: Annotated[
+        str | None, Option("--producer", metavar="auto|nvidia|swift", help="With --against: who wrote the source.")
+    ] = None,
+    lora: Annotated[
+        str | None, Option("--lora", metavar="fuse", help="With --against: adapters of the source are fused.")
+    ] = None,
+    lora_alpha: LoraAlpha = None,
     force: Force = False,
     step: Step = None,
     role: Role = None,
@@ -64,6 +83,9 @@ def verify(
     ctx.obj.begin("verify", json=json, color=check_color(color))
     if force and not write_integrity:
         raise UsageError("--force without --write-integrity: nothing is written")
+    how = {"--hf-config": hf_config, "--arch": arch, "--producer": producer, "--lora": lora, "--lora-alpha": lora_alpha}
+    for name in (name for name, given in how.items() if given is not None and against is None):
+        raise UsageError(f"{name} without --against: nothing is compared")
     from ckpttool.render.terminal import envelope, progress, watching
     from ckpttool.verification import Options
     from ckpttool.verification import verify as check
@@ -74,6 +96,13 @@ def verify(
         values=values,
         subset=None if read_subset is None else subset_of(read_subset),
         write_integrity=write_integrity,
+        second_opinion=second_opinion,
+        against=against,
+        hf_config=hf_config,
+        arch=arch,
+        producer=producer,
+        lora=None if lora is None else one_of("--lora", lora, ("fuse",)),
+        lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
         force=force,
         threads=every_core() if threads is None else count_of("--threads", threads),
     )

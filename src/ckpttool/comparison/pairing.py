@@ -19,7 +19,7 @@ from ckpttool.converting.choosing import find_side_folder
 from ckpttool.converting.opening import open_archive
 from ckpttool.converting.result import AUTO
 from ckpttool.converting.result import Options as ConvertOptions
-from ckpttool.errors import BrokenCheckpoint, Problem, UsageError
+from ckpttool.errors import BrokenCheckpoint, Problem, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig
 from ckpttool.export.ties import decide, heads_of
 from ckpttool.formats.findings import counted
@@ -128,7 +128,11 @@ def _converted(megatron: Opened, other: Opened, options: Options) -> tuple[Laid,
         )
     opened = open_archive(megatron.found.path, (), settings)
     names = Reference(other.side.root, dict.fromkeys(other.tensors))
-    draft = planning.draft(opened, as_mapped(names), settings)
+    try:
+        draft = planning.draft(opened, as_mapped(names), settings)
+    except Unmapped as error:  # said by a planner that means to write
+        error.message = error.message.removesuffix("; nothing was written")
+        raise
     if draft.problems:
         raise BrokenCheckpoint(
             f"{megatron.found.path}: cannot be compared with another kind of checkpoint as it is",

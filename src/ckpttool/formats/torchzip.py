@@ -135,7 +135,32 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
 
 
 def open_archive(path: Path, base: int = 0, length: int | None = None) -> TorchZip:
-    """Index a ``torch.save`` archive, or the part of a file that is one.
+    """Index a ``torch.save`` archive of tensors that are read here, or the part of a file that is one.
+
+    Raises what :func:`index_archive` raises, and :class:`BrokenCheckpoint` by name for TorchScript and for archives of
+    big-endian machines.
+    """
+    archive = index_archive(path, base, length)
+    if "constants.pkl" in archive.entries:
+        raise BrokenCheckpoint(
+            f"{path.name}: a TorchScript archive, not saved tensors",
+            hint="TorchScript carries code; save the module's state_dict instead.",
+            code="torchscript",
+        )
+    order = archive.read("byteorder") if "byteorder" in archive.entries else b"little"
+    if order == b"big":
+        raise BrokenCheckpoint(
+            f"{path.name}: written on a big-endian machine",
+            hint="Load and save it again with torch on a little-endian machine.",
+            code="big-endian",
+        )
+    if order != b"little":
+        raise _damaged(path, "its record byteorder is damaged")
+    return archive
+
+
+def index_archive(path: Path, base: int = 0, length: int | None = None) -> TorchZip:
+    """Index the records of a ``torch.save`` archive, whatever they hold.
 
     Raises :class:`BrokenCheckpoint` with code ``truncated`` when the central directory is missing, which is what
     a killed or unfinished ``torch.save`` leaves, and by name for what is no such archive at all.
@@ -146,20 +171,7 @@ def open_archive(path: Path, base: int = 0, length: int | None = None) -> TorchZ
         raise BrokenCheckpoint(f"{path.name}: {whole:,} bytes, too short", code="truncated")
     entries = _central_directory(path, base, length)
     root = _root(path, entries)
-    if f"{root}constants.pkl" in entries:
-        raise BrokenCheckpoint(
-            f"{path.name}: a TorchScript archive, not saved tensors",
-            hint="TorchScript carries code; save the module's state_dict instead.",
-            code="torchscript",
-        )
-    archive = TorchZip(path, base, length, {n[len(root) :]: e for n, e in entries.items() if n.startswith(root)})
-    if "byteorder" in archive.entries and archive.read("byteorder") != b"little":
-        raise BrokenCheckpoint(
-            f"{path.name}: written on a big-endian machine",
-            hint="Load and save it again with torch on a little-endian machine.",
-            code="big-endian",
-        )
-    return archive
+    return TorchZip(path, base, length, {n[len(root) :]: e for n, e in entries.items() if n.startswith(root)})
 
 
 def _root(path: Path, entries: Mapping[str, Entry]) -> str:

@@ -22,7 +22,12 @@ from ckpttool.render.terminal import (
 )
 from ckpttool.verification.result import State, Verification
 
-_NAMES: Mapping[str, str] = {"crc": "checksums", "integrity": "integrity.json"}
+_NAMES: Mapping[str, str] = {
+    "crc": "checksums",
+    "integrity": "integrity.json",
+    "second-opinion": "second opinion",
+    "against": "source",
+}
 
 _STYLES: Mapping[State, str] = {
     "sound": "bold green",
@@ -41,6 +46,8 @@ def show_verification(found: Verification, out: Console, *, quiet: bool = False)
     out.print()
     table = new_table("check", "", "what", "bytes", right=("bytes",))
     for check in found.checks:
+        if check.state == "not asked" and check.name in ("second-opinion", "against"):
+            continue
         state = Text(check.state, _STYLES[check.state], no_wrap=True)
         read = size(check.bytes) if check.bytes else ""
         table.add_row(_NAMES.get(check.name, check.name), state, Text(clean(check.detail)), Text(read, no_wrap=True))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem
-from ckpttool.formats.torchzip import open_archive
+from ckpttool.formats.torchzip import index_archive
 from ckpttool.verification.crew import Crew, Ready
 from ckpttool.verification.records import Alike, Span, are_recorded, span_of
 from ckpttool.verification.tree import Entry, stamp_of
@@ -198,7 +198,7 @@ class _Pass:
             if is_raw(self._read(unit.begin, 4), self._read(unit.end - 64, 64)):
                 self._found.records += 1
                 return []
-            archive = open_archive(self._path, unit.begin, unit.end - unit.begin)
+            archive = index_archive(self._path, unit.begin, unit.end - unit.begin)
             if not are_recorded(archive):
                 self._found.records += len(archive.entries)
                 return []

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from ckpttool.errors import BrokenCheckpoint
-from ckpttool.formats.torchzip import LOCAL_HEADER, TorchZip, open_archive
+from ckpttool.formats.torchzip import LOCAL_HEADER, TorchZip, index_archive
 
 BEHIND = 24
 """Most bytes of what follows a record and has its checksum again."""
@@ -102,7 +102,7 @@ class Alike:
         """
         layout = self._known.get(len(view))
         if layout is None or b"".join(layout.around(view)) != layout.bytes_around:
-            layout = _layout_of(view, open_archive(path, base, len(view)))
+            layout = _layout_of(view, index_archive(path, base, len(view)))
             if len(self._known) < LAYOUTS or len(view) in self._known:
                 self._known[len(view)] = layout
         faults = list(_faults(view, layout)) if layout.recorded else []

@@ -23,13 +23,23 @@ class Subset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to check beside structure, checksums and ``integrity.json``; ``force`` replaces one that is there."""
+    """What to check beside structure, checksums and ``integrity.json``; ``force`` replaces one that is there.
+
+    ``against`` is what the checkpoint was converted from; ``hf_config`` to ``lora_alpha`` say how, where files do not.
+    """
 
     step: str | None = None
     role: str | None = None
     values: bool = False
     subset: Subset | None = None
     write_integrity: bool = False
+    second_opinion: bool = False
+    against: str | None = None
+    hf_config: str | None = None
+    arch: str | None = None
+    producer: str | None = None
+    lora: str | None = None
+    lora_alpha: float | None = None
     force: bool = False
     threads: int = 1
 

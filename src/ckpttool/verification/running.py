@@ -10,6 +10,7 @@ from ckpttool.formats.dcp import DcpSource
 from ckpttool.formats.findings import counted
 from ckpttool.tensors import TensorInfo
 from ckpttool.verification import integrity
+from ckpttool.verification.asking import Answer, ask_framework, ask_source
 from ckpttool.verification.checksums import Checked, check_bytes
 from ckpttool.verification.crew import Ready
 from ckpttool.verification.integrity import Manifest
@@ -30,7 +31,7 @@ class Verifying:
         self.started = time.monotonic()
         self.structure, self.options = structure, options
         self.tree: Tree = walk(structure.base)
-        self.opened: Opened = open_sources(self.tree, structure.sources, every=options.values)
+        self.opened: Opened = open_sources(self.tree, structure.sources, every=options.values or options.second_opinion)
         self.problems: list[Problem] = []
         self.checked: dict[Identity, Checked] = {}
         self.values: list[ValueCheck] = []
@@ -39,7 +40,16 @@ class Verifying:
 
     def run(self, ready: Ready) -> Verification:
         """Do what is asked for, one after the other."""
-        checks = (self._structure(), *self._bytes(ready), self._values(ready))
+        structure = self._structure()
+        crc, hashes, to_write = self._bytes(ready)
+        values = self._values(ready)
+        others = [
+            self._answered(ask_framework(self.opened.sources, self.options)),
+            self._answered(ask_source(str(self.structure.base), self.options, ready)),
+        ]
+        if self.options.write_integrity:  # last, as it vouches for all that was checked
+            hashes = self._write(to_write)
+        checks = (structure, crc, hashes, values, *others)
         return Verification(
             path=str(self.structure.base),
             kind=self.structure.kind,
@@ -77,8 +87,8 @@ class Verifying:
 
     # Bytes: checksums of records, hashes of files
 
-    def _bytes(self, ready: Ready) -> tuple[Check, Check]:
-        """Read every byte that is asked for, once; return the checks of checksums and of hashes."""
+    def _bytes(self, ready: Ready) -> tuple[Check, Check, dict[str, dict[str, Entry]]]:
+        """Read every byte that is asked for, once; return the checks of checksums and hashes, and what to list."""
         plan = Plan(self.tree)
         plan.add_archives()
         for source in self.opened.sources.values():
@@ -94,10 +104,8 @@ class Verifying:
             self.checked[checked.entry.identity] = checked
         self.bytes_read += sum(checked.read for checked in self.checked.values())
         crc = self._crc(plan.problems)
-        if self.options.write_integrity:
-            return crc, self._write(to_write)
         problems += [problem for one in manifests for problem in integrity.judge(self.tree, one, self.checked)]
-        return crc, self._integrity(manifests, self._report(problems))
+        return crc, self._integrity(manifests, self._report(problems)), to_write
 
     def _crc(self, problems: Iterable[Problem]) -> Check:
         """Report what the checksums of records have come to."""
@@ -176,7 +184,12 @@ class Verifying:
         detail = f"written: {counted(len(listed), 'file')} by {integrity.ALGORITHM}, {', '.join(self.written)}"
         return Check(name="integrity", state="sound", detail=detail, files=len(listed), bytes=sum(listed.values()))
 
-    # Values
+    # Values, and what others say
+
+    def _answered(self, answer: Answer) -> Check:
+        self.problems += answer.problems
+        self.bytes_read += answer.read
+        return answer.check
 
     def _values(self, ready: Ready) -> Check:
         if not self.options.values:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpttool.errors import CkpttoolError, Problem
 from ckpttool.formats.dcp import DcpSource
-from ckpttool.formats.torchzip import TorchZip, open_archive, read_range
+from ckpttool.formats.torchzip import TorchZip, index_archive, read_range
 from ckpttool.tensors import Place
 from ckpttool.verification.chains import chain
 from ckpttool.verification.records import are_recorded
@@ -105,7 +105,7 @@ class Plan:
         self.problems.append(Problem(code=error.code, message=message, hint=error.hint, path=shown))
 
     def _add_archive(self, entry: Entry) -> None:
-        archive = open_archive(entry.path)
+        archive = index_archive(entry.path)
         work = self.work(entry)
         if not are_recorded(archive):
             work.unrecorded += len(archive.entries)

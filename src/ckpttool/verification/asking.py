@@ -1,0 +1,103 @@
+"""What others say of a checkpoint: the framework that wrote it, and the source that it was converted from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpttool.comparison import Comparison, prove
+from ckpttool.comparison import Options as CompareOptions
+from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped
+from ckpttool.formats.findings import counted
+from ckpttool.formats.folding import folded
+from ckpttool.source import Source
+from ckpttool.verification.crew import Ready
+from ckpttool.verification.result import Check, Options
+from ckpttool.verification.second_opinion import SecondOpinion, second_opinion
+
+
+class Answer(NamedTuple):
+    """A check, its problems, and the bytes that were read for it."""
+
+    check: Check
+    problems: list[Problem]
+    read: int = 0
+
+
+SECOND, AGAINST = "second-opinion", "against"
+
+
+def ask_framework(sources: Mapping[str, Source], options: Options) -> Answer:
+    """Have a sample of every checkpoint read by its framework too; raises :class:`UsageError` where that is absent."""
+    if not options.second_opinion:
+        detail = "--second-opinion has a sample read by torch, too"
+        return Answer(Check(name=SECOND, state="not asked", detail=detail), [])
+    heard: list[SecondOpinion] = []
+    problems: list[Problem] = []
+    for where, source in sources.items():
+        with suppress(BrokenCheckpoint, NotACheckpoint):  # the structure tells
+            opinion = second_opinion(source.root, source)
+            heard.append(opinion)
+            problems += [_below(where, problem) for problem in opinion.problems]
+    tensors, read = sum(one.tensors for one in heard), sum(one.bytes for one in heard)
+    if not tensors and not problems:
+        return Answer(Check(name=SECOND, state="not there", detail="nothing that a framework could read"), problems)
+    readers = ", ".join(dict.fromkeys(one.reader for one in heard))
+    faults = any(problem.severity == "error" for problem in problems)
+    detail = f"{counted(tensors, 'tensor')} by {readers}"
+    check = Check(name=SECOND, state="faults" if faults else "sound", detail=detail, bytes=read)
+    return Answer(check, problems, 2 * read)
+
+
+def _below(where: str, problem: Problem) -> Problem:
+    """Tell a problem from the directory above."""
+    return replace(problem, path="/".join(part for part in (where, problem.path) if part))
+
+
+def ask_source(path: str, options: Options, ready: Ready) -> Answer:
+    """Hold a converted output against what it was made from, tensor by tensor, with the cast that the output shows."""
+    if options.against is None:
+        return Answer(Check(name=AGAINST, state="not asked", detail="--against SOURCE proves what was converted"), [])
+    asked = CompareOptions(
+        hf_config=options.hf_config,
+        arch=options.arch,
+        producer=options.producer,
+        lora=options.lora,
+        lora_alpha=options.lora_alpha,
+        threads=options.threads,
+    )
+    try:
+        found = prove(options.against, path, asked, ready)
+    except Unmapped as error:
+        whole = Problem(code=error.code, message=error.message, hint=error.hint)
+        detail = f"{options.against} cannot be mapped"
+        return Answer(Check(name=AGAINST, state="faults", detail=detail), [whole, *error.problems])
+    problems = list(_unlike(found))
+    same = found.counts["equal"] + found.counts["close"]
+    detail = f"{counted(same, 'tensor')} as {options.against} has {'it' if same == 1 else 'them'}"
+    if problems:
+        detail = f"{counted(len(found.tensors) - same, 'tensor')} not as {options.against} has them, {same:,} are"
+    check = Check(name=AGAINST, state="faults" if problems else "sound", detail=detail, bytes=found.bytes_read)
+    return Answer(check, [*problems, *found.notes], found.bytes_read)
+
+
+_SAID = {
+    "differs": ("against-differs", "not as the source has it"),
+    "only in A": ("against-missing", "only in the source"),
+    "only in B": ("against-extra", "not in the source"),
+}
+
+
+def _unlike(found: Comparison) -> Iterable[Problem]:
+    """Yield what the output does not have as its source: few lines, but every name is in one of them."""
+    for state, (code, what) in _SAID.items():
+        by_why: dict[str, list[str]] = {}
+        for tensor in found.tensors:
+            if tensor.state == state:
+                by_why.setdefault("shape" if "shape" in tensor.why else "", []).append(tensor.name)
+        for why, names in by_why.items():
+            for text, count in folded(names):
+                times = f", {count:,} of them" if count > 1 else ""
+                yield Problem(code=code, message=f"{what}{f' ({why})' if why else ''}{times}: {text}")
