@@ -351,3 +351,25 @@ def test_torch_is_not_imported(data: Path) -> None:
         "sys.exit(code or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_hole_in_the_place_of_a_tensor(
+    ckpttool: Callable[..., Call], copy: Callable[[str], Path], buffered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros where an archive was, as a copy that lost its extents leaves them, are no tensor without a checksum."""
+    if not buffered:
+        monkeypatch.setattr(checksums, "BUFFER", 1500)
+    root = copy(MEGATRON)
+    index, entry = max(
+        ((index, entry) for index, entry in read_metadata(root).storage_data.items() if "weight" in index.fqn),
+        key=lambda item: item[1].length,
+    )
+    file = root / entry.relative_path
+    with file.open("r+b") as handle:
+        handle.seek(entry.offset)
+        handle.write(bytes(entry.length))
+    call = ckpttool("verify", root, "--json")
+    assert call.code == 1
+    (fault,) = faults(call)
+    assert (fault["path"], index.fqn in fault["message"]) == (file.name, True)

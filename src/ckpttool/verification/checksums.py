@@ -161,7 +161,7 @@ class _Pass:
                 span = span_of(unit.archive, unit.name, lambda at, count: bytes(view[at - unit.begin :][:count]))
                 found = crc32(view[span.begin - unit.begin : span.end - unit.begin])
                 self._conclude(span, unit, found)
-            elif is_raw(bytes(view[:4]), bytes(view[-64:])):
+            elif unit.bare and is_raw(bytes(view[:4]), bytes(view[-64:])):
                 self._found.records += 1
             else:
                 layout, faults = self._alike.check(view, self._path, unit.begin)
@@ -195,7 +195,7 @@ class _Pass:
         try:
             if unit.archive is not None:
                 return [span_of(unit.archive, unit.name, self._read)]
-            if is_raw(self._read(unit.begin, 4), self._read(unit.end - 64, 64)):
+            if unit.bare and is_raw(self._read(unit.begin, 4), self._read(unit.end - 64, 64)):
                 self._found.records += 1
                 return []
             archive = index_archive(self._path, unit.begin, unit.end - unit.begin)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ckpttool.errors import CkpttoolError, Problem
 from ckpttool.formats.dcp import DcpSource
 from ckpttool.formats.torchzip import TorchZip, index_archive, read_range
-from ckpttool.tensors import Place
+from ckpttool.tensors import Place, Wrap
 from ckpttool.verification.chains import chain
 from ckpttool.verification.records import are_recorded
 from ckpttool.verification.result import Subset
@@ -30,13 +30,15 @@ MOST_BYTES, MOST_UNITS = 64 << 20, 4096
 class Unit(NamedTuple):
     """A part of a file that has a checksum, with the headers around it.
 
-    It is a record of an archive or, without one, an archive of its own: an item of a distributed checkpoint.
+    It is a record of an archive or, without one, an archive of its own: an item of a distributed checkpoint. Only a
+    pickled object may be none (``bare``), and has no checksum then.
     """
 
     begin: int
     end: int
     name: str
     archive: TorchZip | None = None
+    bare: bool = False
 
 
 @dataclass(slots=True)
@@ -116,26 +118,27 @@ class Plan:
 
     def add_items(self, source: DcpSource) -> None:
         """Take every item of a distributed checkpoint, by its index; the items of a file may not overlap."""
-        by_file: dict[str, dict[tuple[int, int], str]] = {}
+        by_file: dict[str, dict[tuple[int, int], Unit]] = {}
         for name, place in _places(source):
             key = (place.offset, place.offset + place.length)
-            by_file.setdefault(place.file, {}).setdefault(key, name)
+            unit = Unit(*key, name, bare=name in source.objects or place.wrap is not Wrap.ZIP_ARCHIVE)
+            by_file.setdefault(place.file, {}).setdefault(key, unit)
         for file, items in by_file.items():
             entry = self.tree.entry(source.root / file)
             if entry is not None and not self.work(entry).units:  # two trees may share one archive
                 self._add_items(entry, items)
 
-    def _add_items(self, entry: Entry, items: Mapping[tuple[int, int], str]) -> None:
+    def _add_items(self, entry: Entry, items: Mapping[tuple[int, int], Unit]) -> None:
         at, units = 0, self.work(entry).units
-        for (begin, end), name in sorted(items.items()):
+        for (begin, end), unit in sorted(items.items()):
             if end > entry.size:
                 continue  # the index promises more than is there: the structure tells of it
             if begin < at:
-                message = f"{entry.shown}: {name} begins at byte {begin:,}, inside of what lies before it"
+                message = f"{entry.shown}: {unit.name} begins at byte {begin:,}, inside of what lies before it"
                 self.problems.append(Problem(code="items-overlap", message=message, path=entry.shown))
                 continue
             at = end
-            units.append(Unit(begin, end, name))
+            units.append(unit)
 
     def add_chains(self, indexed: Container[Path]) -> None:
         """Take the items of data files that no index tells of, one before the other from the end of each file."""
