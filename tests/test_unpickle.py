@@ -7,6 +7,7 @@ import collections
 import datetime as dt
 import gc
 import pickle
+import re
 import signal
 import string
 from pathlib import Path, PosixPath
@@ -206,6 +207,7 @@ ACTING = [
     *("numpy.testing._private.utils.runstring", "numpy.f2py.crackfortran.getlincoef"),
     *("torch.load", "torch.hub.load", "torch.jit.load", "torch.compile", "torch.serialization.load"),
     *("torch.utils.cpp_extension.load", "torch.utils.collect_env.run", "torch.multiprocessing.spawn"),
+    *("torch.storage._load_from_bytes", "numpy.load", "six.moves.builtins.eval"),
 ]
 
 
@@ -220,6 +222,21 @@ def test_what_can_act_is_refused_by_name_everywhere(dotted: str) -> None:
                 with pytest.raises(Refused) as caught:
                     load(PROTO + spelt + STOP, inert=inert)
                 assert dotted.replace("__builtin__", "builtins") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os.system", "_os.system", "sys.modules.get", "nn.init.__globals__.get", "Tensor.__subclasses__", "io.os.popen"],
+)
+def test_no_name_leads_through_a_library_to_what_acts(name: str) -> None:
+    """From protocol 4 on a name may have dots: pickle follows them through whatever a module has imported."""
+    with pytest.raises(Refused, match=re.escape(f"torch.{name}")):
+        load(PROTO + stacked("torch", name) + STOP, inert=True)
+
+
+def test_a_nested_class_is_no_way_to_anything() -> None:
+    for name in ("Trainer.State", "Trainer.State.Kind", "WriteItemType.TENSOR", "__private"):
+        assert load(PROTO + stacked("my_trainer", name) + STOP, inert=True) is record_class("my_trainer", name)
 
 
 def test_the_alarm_is_not_raised_for_other_libraries() -> None:

@@ -166,8 +166,16 @@ _PLAIN_STDLIB: Mapping[str, frozenset[str]] = {
         "zoneinfo": "ZoneInfo ZoneInfo._unpickle",
     }.items()
 }
-_ACTING = ("pip", "setuptools", "cloudpickle", "dill", "IPython", "numpy.testing", "numpy.f2py")
-_ACTING_TORCH = ("torch.hub", "torch.utils.cpp_extension", "torch.utils.collect_env", "torch.multiprocessing")
+_ACTING = (
+    *("pip", "setuptools", "cloudpickle", "dill", "IPython", "six.moves", "numpy.testing", "numpy.f2py"),
+    *("torch.hub", "torch.utils.cpp_extension", "torch.utils.collect_env", "torch.multiprocessing"),
+)
+_LOADERS = frozenset(("load", "compile", "script"))
+_ACTING_NAMES: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("torch", "torch.serialization", "torch.jit"), _LOADERS),
+    "torch.storage": frozenset(("_load_from_bytes",)),
+    "numpy": frozenset(("load",)),
+}
 
 
 def can_act(module: str, name: str) -> bool:
@@ -176,11 +184,25 @@ def can_act(module: str, name: str) -> bool:
     The standard library counts as able to act, but for the plain data of a short list; unknown libraries do not,
     because here they become inert records anyway.
     """
-    root = module.partition(".")[0]
-    if root in sys.stdlib_module_names or root in _RENAMED or root in ("nt", "posix"):
+    if _is_standard(module.partition(".")[0]):
         return name not in _PLAIN_STDLIB.get(module, ())
-    return any(module == m or module.startswith(m + ".") for m in (*_ACTING, *_ACTING_TORCH)) or (
-        module in ("torch", "torch.serialization", "torch.jit") and name in ("load", "compile", "script")
+    return (
+        any(module == m or module.startswith(m + ".") for m in _ACTING)
+        or name in _ACTING_NAMES.get(module, ())
+        or _leads_elsewhere(name)
+    )
+
+
+def _is_standard(root: str) -> bool:
+    return root in sys.stdlib_module_names or root in _RENAMED or root in ("nt", "posix")
+
+
+def _leads_elsewhere(name: str) -> bool:
+    """Tell whether a name with dots is a way through what a library has imported: ``torch`` and ``os.system``."""
+    *steps, last = name.split(".")
+    return bool(steps) and (
+        any(_is_standard(step.strip("_")) for step in steps)
+        or any(step.startswith("__") and step.endswith("__") for step in (*steps, last))
     )
 
 
