@@ -159,7 +159,10 @@ def stored_tensor(value: Any) -> StoredTensor:
             code="lazy-view",
         )
     kind, key, storage_bytes = _storage(record.args[0])
-    dtype = dtype_name(record.args[6]) if record.name == "_rebuild_tensor_v3" else _STORAGE_DTYPES.get(kind, "")
+    if record.name == "_rebuild_tensor_v3":
+        dtype = dtype_name(record.args[6] if len(record.args) > 6 else None)
+    else:
+        dtype = _STORAGE_DTYPES.get(kind, "")
     if dtype not in DTYPE_BITS:
         raise BrokenCheckpoint(f"storage type {kind} is not known", code="unknown-dtype")
     if kind != "UntypedStorage":

@@ -196,6 +196,10 @@ def _metadata(path: Path, found: Findings) -> tuple[Record | None, set[str]]:
             Problem(code="unreadable-pickle", path=METADATA_FILE, message=f".metadata holds {said(metadata)}, no index")
         )
         return None, names
+    for field in ("state_dict_metadata", "storage_data"):
+        if not isinstance(metadata.get(field), dict):
+            message = f".metadata holds {said(metadata.get(field))} for its {field}, no list"
+            found.problems.append(Problem(code="unreadable-pickle", path=METADATA_FILE, message=message))
     return metadata, names
 
 

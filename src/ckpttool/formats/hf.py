@@ -172,11 +172,16 @@ def read_weights(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_torch(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a ``torch.save`` file that holds a flat state dict."""
+    """Return the tensors of a ``torch.save`` file that holds a flat state dict.
+
+    Raises :class:`BrokenCheckpoint` for anything else, a dict of other values among it.
+    """
     archive = torchzip.open_archive(path)
     state, _ = loads(archive.read("data.pkl"), SHARD_NAMES, where=path.name)
     if not isinstance(state, dict):
         raise BrokenCheckpoint(f"{path.name}: holds no state dict", code="no-state-dict")
     reader = RankReader(archive, 0)
     held = {name_of(name): reader.held(value) for name, value in state.items()}
+    if held and not any(held.values()):
+        raise BrokenCheckpoint(f"{path.name}: no value of its state dict is a tensor", code="no-state-dict")
     return {name: TensorInfo(name, h.dtype, h.shape, tuple(h.pieces), (), "whole") for name, h in held.items() if h}
