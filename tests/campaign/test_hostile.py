@@ -105,6 +105,16 @@ def test_a_file_of_weights_without_any_is_damaged(tmp_path: Path) -> None:
     assert "no-state-dict" in [problem.code for problem in inspect(tmp_path / "model").faults]
 
 
+def test_a_damaged_tensor_of_a_file_of_weights_is_named_with_the_file(tmp_path: Path) -> None:
+    """The errors of a reference showed what was wrong, and not where."""
+    storage = b"(" + text("storage") + named("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
+    tensor = call(named("torch._utils", "_rebuild_tensor_v2"), storage, b"K\x00", b"K\x04\x85", b"K\x01\x85")
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(zipped(PROTO + b"}" + text("some.weight") + tensor + b"s" + STOP))
+    with pytest.raises(BrokenCheckpoint, match=r"^pytorch_model\.bin: some\.weight: storage 0 is not in the archive$"):
+        hf.read_torch(file)
+
+
 def test_the_child_was_watched(short: Path) -> None:
     """A watch that sees nothing would find nothing."""
     read, write = os.pipe()

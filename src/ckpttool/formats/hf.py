@@ -18,7 +18,7 @@ from ckpttool.formats import torchzip
 from ckpttool.formats.findings import Findings, listing
 from ckpttool.formats.hfindex import check_index, check_index_there, check_numbering, check_twice
 from ckpttool.formats.jsonfile import INDEX_MOST, read_object
-from ckpttool.formats.rank import RankReader
+from ckpttool.formats.rank import Held, RankReader
 from ckpttool.formats.safetensorsfile import read_safetensors
 from ckpttool.records import SHARD_NAMES
 from ckpttool.tensors import Place, TensorInfo
@@ -181,7 +181,14 @@ def read_torch(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(state, dict):
         raise BrokenCheckpoint(f"{path.name}: holds no state dict", code="no-state-dict")
     reader = RankReader(archive, 0)
-    held = {name_of(name): reader.held(value) for name, value in state.items()}
+    held = {name_of(name): _held(reader, path.name, name_of(name), value) for name, value in state.items()}
     if held and not any(held.values()):
         raise BrokenCheckpoint(f"{path.name}: no value of its state dict is a tensor", code="no-state-dict")
     return {name: TensorInfo(name, h.dtype, h.shape, tuple(h.pieces), (), "whole") for name, h in held.items() if h}
+
+
+def _held(reader: RankReader, file: str, name: str, value: Any) -> Held | None:
+    try:
+        return reader.held(value)
+    except BrokenCheckpoint as error:
+        raise BrokenCheckpoint(f"{file}: {name}: {error.message}", hint=error.hint, code=error.code) from error
