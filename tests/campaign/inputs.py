@@ -54,10 +54,13 @@ class Input(NamedTuple):
     writing: tuple[Command, ...] = ()
     target: str = ""
     """What commands are given, below the directory."""
+    choice: tuple[str, ...] = ()
+    """What more `diff` wants to know."""
 
     def commands(self) -> list[Command]:
         """All that take it and exist."""
-        return [command for command in (*READING, *self.writing) if command[0] in KNOWN]
+        reading = [(*command, *self.choice) if command[0] == "diff" else command for command in READING]
+        return [command for command in (*reading, *self.writing) if command[0] in KNOWN]
 
 
 def copied(source: Path) -> Callable[[Path], None]:
@@ -169,7 +172,11 @@ INPUTS: dict[str, Input] = {
     "adapter": Input(adapter),
     "role v1": Input(copied(DEMO / "megatron"), (*TO_HFS, *MIGRATES, *MIGRATES)),
     "role v2": Input(role_v2, (*TO_HFS, *MIGRATES)),
-    "run": Input(run, (*MIGRATES[:4], (*MERGE, "--role", "actor", "--step", "20"), (*MERGE, "--role", "actor"))),
+    "run": Input(
+        run,
+        (*MIGRATES[:4], (*MERGE, "--role", "actor", "--step", "20"), (*MERGE, "--role", "actor")),
+        choice=("--step", "20", "--role", "actor"),
+    ),
 }
 
 

@@ -57,7 +57,9 @@ def kind_of(path: Path) -> str:
 
 def signatures(raw: bytes) -> list[tuple[int, bytes]]:
     """Where records of zip archives begin."""
-    return [(m.start(), m[0]) for m in re.finditer(rb"PK(?:\3\4|\1\2|\5\6|\6\6|\6\7|\7\x08)", raw)]
+    return [
+        (m.start(), m[0]) for m in re.finditer(rb"PK(?:\x03\x04|\x01\x02|\x05\x06|\x06\x06|\x06\x07|\x07\x08)", raw)
+    ]
 
 
 def zip_fields(raw: bytes) -> list[Field]:
