@@ -84,7 +84,7 @@ def differences(one: Tensors, other: Tensors) -> int:
     if {name: t[:2] for name, t in one.items()} != {name: t[:2] for name, t in other.items()}:
         return 1 << 60
     for name, (dtype, _, content) in one.items():
-        width = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}[dtype]
+        width = {"F64": 8, "I64": 8, "F32": 4, "BF16": 2, "F16": 2}[dtype]
         if content != other[name].content:
             parts = (range(0, len(content), width),)
             count += sum(content[at : at + width] != other[name].content[at : at + width] for at in parts[0])

@@ -121,12 +121,10 @@ def attempt(folder: Path, seed: int, number: int) -> Iterator[Outcome]:
 def one(command: Command, name: str, damage: Damage, room: Path, wanted: Tensors | None) -> Outcome:
     """One command on a damaged input."""
     line = line_of(command, INPUTS[name], room, name)
-    before = fingerprint(room)
     if damage.closed:
         _open_to_all(room)
-        with nobody():
-            done = tried(line)
-    else:
+    before = fingerprint(room)
+    with nobody() if damage.closed else contextlib.nullcontext():
         done = tried(line)
     after = fingerprint(room)
     wrong = tuple(faults(command, damage, done, room, (before, after), wanted))
