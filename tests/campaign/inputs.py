@@ -174,7 +174,7 @@ INPUTS: dict[str, Input] = {
     "role v2": Input(role_v2, (*TO_HFS, *MIGRATES)),
     "run": Input(
         run,
-        (*MIGRATES[:4], (*MERGE, "--role", "actor", "--step", "20"), (*MERGE, "--role", "actor")),
+        (*MIGRATES[:4], (*MERGE, "--role", "actor", "--step", "20"), (*MERGE, "--role", "actor", "--step", "latest")),
         choice=("--step", "20", "--role", "actor"),
     ),
 }
