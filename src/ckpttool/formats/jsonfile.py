@@ -15,6 +15,9 @@ MOST = 16 << 20
 INDEX_MOST = 256 << 20
 """Bytes of the largest index: that of a trillion parameters in small experts has about 100 MB."""
 
+VALUES_MOST = 4_000_000
+"""Values of the largest JSON text: a value of three bytes can take two hundred once it is read."""
+
 
 def read_raw(path: Path, most: int = MOST) -> bytes:
     """Return the bytes of a JSON file; raises :class:`BrokenCheckpoint` for one that is larger than is read."""
@@ -25,7 +28,9 @@ def read_raw(path: Path, most: int = MOST) -> bytes:
 
 
 def parse_json(raw: bytes, where: str) -> Any:
-    """Return the value of UTF-8 JSON text; nesting beyond Python's limit counts as damage."""
+    """Return the value of UTF-8 JSON text; nesting beyond Python's limit, or millions of values, count as damage."""
+    if (values := sum(map(raw.count, (b",", b"[", b"{")))) > VALUES_MOST:
+        raise BrokenCheckpoint(f"{where}: up to {values:,} values of JSON, more than is read", code="bad-json")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
