@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from io import BytesIO
@@ -114,7 +115,7 @@ def zip_number(folder: Path, _: Path, chance: random.Random) -> Damage:
     """A size, an offset, a count or a method of a zip archive."""
     path = drawn(folder, chance, "zip")
     raw = bytearray(path.read_bytes())
-    fields = layouts.zip_fields(raw)
+    fields = layouts.zip_fields(bytes(raw))
     if not fields:
         return cut(folder, _, chance)
     field = chance.choice(fields)
@@ -140,7 +141,8 @@ def pickled(folder: Path, _: Path, chance: random.Random) -> Damage:
 def repacked(raw: bytes, how: Callable[[bytes, random.Random], bytes], chance: random.Random) -> bytes:
     """The archive with another ``data.pkl``, or with fewer, more, compressed or renamed records."""
     file, style = BytesIO(), chance.randrange(12)
-    with zipfile.ZipFile(BytesIO(raw)) as old, zipfile.ZipFile(file, "w") as new:
+    with warnings.catch_warnings(), zipfile.ZipFile(BytesIO(raw)) as old, zipfile.ZipFile(file, "w") as new:
+        warnings.filterwarnings("ignore", message="Duplicate name")
         for entry in old.infolist():
             data, name = old.read(entry), entry.filename
             packed = zipfile.ZIP_DEFLATED if style == 0 else zipfile.ZIP_STORED
@@ -252,9 +254,9 @@ def _next(name: str, chance: random.Random) -> str:
     """Another rank or part, if the name has numbers."""
     digits = [at for at, letter in enumerate(name) if letter.isdigit()]
     if not digits or chance.random() < 0.2:
-        return chance.choice((f"copy of {name}", f"{name}.tmp", f".{name}", name.upper()))
+        return chance.choice((f"copy of {name}", f"{name}.tmp", f".{name}", f"{name}~"))
     at = chance.choice(digits)
-    return f"{name[:at]}{chance.randrange(10)}{name[at + 1 :]}"
+    return f"{name[:at]}{(int(name[at]) + chance.randrange(1, 10)) % 10}{name[at + 1 :]}"
 
 
 def stranger(folder: Path, _: Path, chance: random.Random) -> Damage:
@@ -312,10 +314,8 @@ def named(folder: Path, _: Path, chance: random.Random) -> Damage:
     elif how == "directory":
         shutil.copytree(path.parent, folder / name, ignore=shutil.ignore_patterns(name))
     else:
-        below = folder
-        for _ in range(100):
-            below = below / "deep"
-            below.mkdir()
+        below = folder.joinpath(*["deep"] * 100)
+        below.mkdir(parents=True)
         shutil.copyfile(path, below / path.name)
     return Damage("named", (path.name, name), f"{how} {name!r}", free=True)
 

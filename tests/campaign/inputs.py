@@ -181,6 +181,8 @@ INPUTS: dict[str, Input] = {
 
 
 def prepare(folder: Path) -> None:
-    """Make each of them once."""
+    """Make each of them once, for everyone to read."""
     for name, one in INPUTS.items():
         one.make(folder / name)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)

@@ -26,7 +26,7 @@ class Outcomes:
 
     def add(self, outcome: Outcome) -> None:
         """Count one trial, and keep it when something was wrong."""
-        self.counts[(*outcome.what, outcome.came_to)] += 1
+        self.counts.update([(*outcome.what, outcome.came_to)])
         if outcome.wrong:
             self.faults.append(outcome)
 
