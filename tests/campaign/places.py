@@ -28,6 +28,9 @@ INSPECT = ("inspect", "{}", "--strict")
 MERGE = ("merge-fsdp", "{}", "-o", "{}.out")
 TO_HF = ("to-hf", "{}", "-o", "{}.out")
 MIGRATE = ("migrate", "{}", "--mode", "copy")
+DIFF = ("diff", "{}", "{}", "--all")
+VERIFY = ("verify", "{}", "--values")
+BOTH = (DIFF, VERIFY)
 Command = tuple[str, ...]
 
 
@@ -66,7 +69,7 @@ class Place(NamedTuple):
         if self.aside:
             return {self.sound if command[0] == "to-hf" else 0}
         assert wanted in (BROKEN, READ)
-        return {1} if command[0] == "inspect" else {4}
+        return {1} if command[0] in ("inspect", "verify") else {4}
 
 
 # Checkpoints
@@ -206,34 +209,40 @@ LIKE, BASE = (*MERGE, "--like", "{}/like"), ("to-hf", "{}/role", "-o", "{}.out",
 FUSE = ("merge-fsdp", "{}", "-o", "{}.out", "--lora", "adapter")
 
 PLACES: dict[str, Place] = {
-    "shard": Place((SHARD, "rank 1"), fsdp, archived(SHARD), (INSPECT, MERGE)),
-    "adapter shard": Place((SHARD, "rank 1"), lora, archived(SHARD), (INSPECT, FUSE)),
+    "shard": Place((SHARD, "rank 1"), fsdp, archived(SHARD), (INSPECT, MERGE, *BOTH)),
+    "adapter shard": Place((SHARD, "rank 1"), lora, archived(SHARD), (INSPECT, FUSE, *BOTH)),
     "accelerate": Place(
         ("pytorch_model_fsdp_0_rank2.bin", "rank 2"),
-        *(accelerate, archived("pytorch_model_fsdp_0_rank2.bin"), (INSPECT, (*MERGE, "--hf-config", "{}/huggingface"))),
+        *(
+            accelerate,
+            archived("pytorch_model_fsdp_0_rank2.bin"),
+            (INSPECT, (*MERGE, "--hf-config", "{}/huggingface"), *BOTH),
+        ),
     ),
-    "optimizer shard": Place((), fsdp_with("optim", OPTIM), archived(OPTIM.format(1)), (), (INSPECT, MERGE)),
-    "random state": Place((), fsdp_with("extra", EXTRA), archived(EXTRA.format(1)), (), (INSPECT, MERGE)),
+    "optimizer shard": Place((), fsdp_with("optim", OPTIM), archived(OPTIM.format(1)), (), (INSPECT, MERGE, *BOTH)),
+    "random state": Place((), fsdp_with("extra", EXTRA), archived(EXTRA.format(1)), (), (INSPECT, MERGE, *BOTH)),
     "index": Place(
         (".metadata",),
-        *(megatron, whole("dist_ckpt/.metadata"), (INSPECT, TO_HF, MIGRATE), (), _index()),
+        *(megatron, whole("dist_ckpt/.metadata"), (INSPECT, TO_HF, MIGRATE, *BOTH), (), _index()),
         lenient=True,
     ),
     "common.pt": Place(
         ("common.pt",),
-        *(megatron, archived("dist_ckpt/common.pt"), (INSPECT, TO_HF, MIGRATE), (), (b"}" + text("args"), b"s")),
+        *(megatron, archived("dist_ckpt/common.pt"), (INSPECT, TO_HF, MIGRATE, *BOTH), (), (b"}" + text("args"), b"s")),
         lenient=True,
         aside=True,
     ),
     "common state": Place(
         ("common_state",),
-        *(with_common_state, recorded, (INSPECT, TO_HF), (), (b"}" + text("args"), b"s")),
+        *(with_common_state, recorded, (INSPECT, TO_HF, *BOTH), (), (b"}" + text("args"), b"s")),
         lenient=True,
         aside=True,
         sound=5,
     ),
-    "record": Place((".distcp",), with_record, recorded, (TO_HF,), (INSPECT, MIGRATE), (b"", b"")),
-    "pytorch_model.bin": Place(("pytorch_model.bin",), hub, archived("pytorch_model.bin"), (INSPECT,)),
-    "adapter_model.bin": Place(("adapter_model.bin",), hub, archived("adapter_model.bin"), (INSPECT,)),
+    "record": Place(
+        (".distcp",), with_record, recorded, (TO_HF, DIFF), (INSPECT, MIGRATE, ("verify", "{}")), (b"", b"")
+    ),
+    "pytorch_model.bin": Place(("pytorch_model.bin",), hub, archived("pytorch_model.bin"), (INSPECT, *BOTH)),
+    "adapter_model.bin": Place(("adapter_model.bin",), hub, archived("adapter_model.bin"), (INSPECT, *BOTH)),
     "reference": Place(("pytorch_model.bin",), reference, archived("like/pytorch_model.bin"), (LIKE, BASE)),
 }
