@@ -19,7 +19,10 @@ from ckpttool.plan import SideFile
 _TAKEN = re.compile(r".*\.(json|jsonl|jinja|txt|model|tiktoken|py|vocab|spm|bpe|yaml|yml)|LICENSE.*|NOTICE.*")
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|ot)(\.index\.json)?|.*\.index\.json|adapter_config\.json"
+    r"|integrity\.json"
 )
+"""What is not taken along: weights, what tells where they lie, and hashes, which are of other files then."""
+
 _FOLDERS = ("additional_chat_templates",)
 _WANTED = {
     "generation_config.json": ("generation_config.json",),
