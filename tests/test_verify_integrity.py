@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.demo import DATA as DEMO
 from tests import builders
 from tests.conftest import Call
 from tests.verifying import all_records, check, faults, flip, messages, notes
@@ -245,3 +246,13 @@ def test_notes_do_not_matter(ckpttool: Callable[..., Call], archive: Path) -> No
     (archive / "README.md").write_text("a note of a user")
     call = ckpttool("verify", archive, "--json")
     assert (call.code, notes(call)) == (0, ["integrity-extra-file"])
+
+
+def test_a_list_is_not_taken_along_to_what_is_made_of_the_shards(ckpttool: Callable[..., Call], tmp_path: Path) -> None:
+    """The files that it lists are others there."""
+    role = Path(shutil.copytree(DEMO / "fsdp", tmp_path / "role"))
+    assert ckpttool("verify", role, "--write-integrity").code == 0
+    assert (role / "huggingface" / "integrity.json").is_file()
+    assert ckpttool("merge-fsdp", role, "-o", tmp_path / "out").code == 0
+    assert not (tmp_path / "out" / "integrity.json").exists()
+    assert ckpttool("verify", tmp_path / "out").code == 0
