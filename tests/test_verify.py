@@ -20,7 +20,7 @@ from ckpttool.verification import checksums, work
 from tests import builders
 from tests.conftest import Call
 from tests.hostile import save_bomb
-from tests.verifying import all_records, check, faults, flip, messages, notes, records_of
+from tests.verifying import all_records, check, faults, flip, items_of, messages, notes, records_of
 from tests.writers.reading import read_metadata
 
 FSDP, MEGATRON = "fsdp/torch2.13-fsdp2", "megatron/mcore0.16-moe-tp1-ep2"
@@ -371,5 +371,19 @@ def test_a_hole_in_the_place_of_a_tensor(
         handle.write(bytes(entry.length))
     call = ckpttool("verify", root, "--json")
     assert call.code == 1
-    assert [path for _, path in faults(call)] == [file.name]
+    assert faults(call) == [("not-torch-save", file.name)]
     assert index.fqn in messages(call)
+
+
+@pytest.mark.parametrize("kind", ["megatron/mcore0.16-dense-tp2", "megatron/mcore0.19-dense-tp2"])
+def test_a_file_of_zeros_has_no_object_without_a_checksum(
+    ckpttool: Callable[..., Call], copy: Callable[[str], Path], kind: str
+) -> None:
+    """Megatron saves objects as archives, too: every item is told, not taken for one that was saved as it is."""
+    role = copy(kind)
+    file = role / "__0_0.distcp"
+    items = [key for key, path, _, _ in items_of(role) if path == file]
+    file.write_bytes(bytes(file.stat().st_size))
+    call = ckpttool("verify", role, "--json")
+    assert (call.code, faults(call)) == (1, [("not-torch-save", file.name)] * len(items))
+    assert all(key in messages(call) for key in items)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.errors import CkpttoolError, Problem
-from ckpttool.formats.dcp import DcpSource
+from ckpttool.formats.dcp import PLAIN_DCP, DcpSource
 from ckpttool.formats.torchzip import TorchZip, index_archive, read_range
 from ckpttool.tensors import Place, Wrap
 from ckpttool.verification.chains import chain
@@ -30,8 +30,8 @@ MOST_BYTES, MOST_UNITS = 64 << 20, 4096
 class Unit(NamedTuple):
     """A part of a file that has a checksum, with the headers around it.
 
-    It is a record of an archive or, without one, an archive of its own: an item of a distributed checkpoint. Only a
-    pickled object may be none (``bare``), and has no checksum then.
+    It is a record of an archive or, without one, an archive of its own: an item of a distributed checkpoint. Only an
+    object of plain DCP may be none (``bare``), which a planner stores as it likes; it has no checksum then.
     """
 
     begin: int
@@ -121,7 +121,8 @@ class Plan:
         by_file: dict[str, dict[tuple[int, int], Unit]] = {}
         for name, place in _places(source):
             key = (place.offset, place.offset + place.length)
-            unit = Unit(*key, name, bare=name in source.objects or place.wrap is not Wrap.ZIP_ARCHIVE)
+            bare = name in source.objects and source.format == PLAIN_DCP
+            unit = Unit(*key, name, bare=bare or place.wrap is not Wrap.ZIP_ARCHIVE)
             by_file.setdefault(place.file, {}).setdefault(key, unit)
         for file, items in by_file.items():
             entry = self.tree.entry(source.root / file)
