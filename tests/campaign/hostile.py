@@ -21,7 +21,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.cli import main as ckpttool
+import typer.main
+
+from ckpttool import cli
 from tests.campaign.payloads import Payload, goes_off, payloads, script
 from tests.campaign.places import PLACES, Command
 from tests.campaign.watching import Watch, forget, held, peak
@@ -114,7 +116,7 @@ def run(line: list[str], room: Path, watch: Watch) -> Tried:
     signal.alarm(SECONDS)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), watch.over(room) as acted:
-            code = ckpttool(line)
+            code = cli.main(line)
     except Hanging:
         return Tried(-1, "hangs", [], 0)
     finally:
@@ -137,6 +139,7 @@ def _hangs(_number: int, _frame: object) -> None:
 def confine(folder: Path, marker: Path) -> Watch:
     """Import all that commands import when they succeed, refuse or find damage; then watch and bound the process."""
     signal.signal(signal.SIGALRM, _hangs)
+    vars(cli)["app"] = typer.main.get_command(cli.app)  # or annotations are evaluated for every command line
     table, watch = payloads(marker), Watch()
     assert "\0".encode("unicode_escape")  # a codec is imported when it is first used
     warm = [table[name] for name in ("os.system", "nothing", "a tensor of storages", "letters of full width")]
@@ -146,7 +149,7 @@ def confine(folder: Path, marker: Path) -> Watch:
                 shutil.copytree(folder / "bases" / name, folder / "warm" / "in")
                 if payload is not None:
                     place.put(folder / "warm" / "in", place.stream(payload))
-                ckpttool([word.format(folder / "warm" / "in") for word in command])
+                cli.main([word.format(folder / "warm" / "in") for word in command])
             shutil.rmtree(folder / "warm")
     most = held() + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

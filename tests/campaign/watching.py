@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import resource
 import sys
-import typing
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -86,13 +84,10 @@ def _acts(event: str) -> bool:
 
 
 def _is_own(event: str, caller: FrameType) -> bool:
-    """Typer evaluates the annotations of its commands for each command line, and before elements are written the C
-    library is asked to give memory back."""
-    if event in ("compile", "exec"):
-        wanted = caller.f_code.co_filename in (inspect.__file__, typing.__file__)
-    else:
-        wanted = event.startswith("ctypes.") and writing.__file__ in _files(caller)
-    return wanted and unpickle.__file__ not in _files(caller)
+    """Before elements are written the C library is asked to give memory back."""
+    return (
+        event.startswith("ctypes.") and writing.__file__ in _files(caller) and unpickle.__file__ not in _files(caller)
+    )
 
 
 def _files(caller: FrameType | None) -> Iterator[str]:
