@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import checkpoints, converting, differing, linking, merging
+from benchmarks import checkpoints, converting, differing, linking, merging, verifying
 from benchmarks.measure import TYPER, compare, require_room, run
 
 COMPLETION = {
@@ -60,6 +60,11 @@ def diff(folder: Path, ckpttool: str, runs: int) -> bool:
     return differing.measure(folder, ckpttool, max(runs // 2, 5))
 
 
+def verify(folder: Path, ckpttool: str, runs: int) -> bool:
+    """Measure ``verify`` of shards, without and with a list of hashes."""
+    return verifying.measure(folder, ckpttool, max(runs // 2, 5))
+
+
 def migrate(folder: Path, ckpttool: str, runs: int) -> bool:
     """Measure ``migrate`` on an archive of many files."""
     role = folder / "global_step_1" / "actor"
@@ -73,9 +78,15 @@ PARTS: Mapping[str, Callable[[Path, str, int], bool]] = {
     "merge": merge,
     "convert": convert,
     "diff": diff,
+    "verify": verify,
     "migrate": migrate,  # last, as it plans in this process: one started later would report its memory as its own
 }
-ROOM: Mapping[str, int] = {"merge": merging.FREE_GB, "convert": converting.FREE_GB, "diff": differing.FREE_GB}
+ROOM: Mapping[str, int] = {
+    "merge": merging.FREE_GB,
+    "convert": converting.FREE_GB,
+    "diff": differing.FREE_GB,
+    "verify": verifying.FREE_GB,
+}
 
 
 def main() -> int:

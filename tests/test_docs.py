@@ -14,6 +14,7 @@ import pytest
 from ckpttool import errors
 from ckpttool.inspection.suggestions import COMMANDS
 
+PAGES = ("inspect.md", "merge-fsdp.md", "to-hf.md", "diff.md", "verify.md")
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -43,7 +44,7 @@ def test_exit_codes_in_the_readme_are_those_of_the_errors() -> None:
 
 
 def test_every_problem_code_of_the_product_is_documented() -> None:
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("inspect.md", "merge-fsdp.md", "to-hf.md")]
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in PAGES]
     documented = {code for page in pages for code in re.findall(r"`([a-z0-9-]+)`", page)}
     assert _codes() <= documented, _codes() - documented
 

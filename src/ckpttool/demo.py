@@ -74,6 +74,7 @@ def _scenes(root: Path) -> list[Scene]:
     fsdp, megatron = root / "fsdp-run", root / "megatron-run"
     merge = ("merge-fsdp", f"{fsdp}/global_step_10/actor", "-o", str(root / "merged"))
     lora = ("merge-fsdp", str(root / "lora-run"), "-o", str(root / "fused"))
+    whole = f"{fsdp}/global_step_10/actor"
     base = ("--base", str(root / "merged"))
     broken = ("merge-fsdp", f"{fsdp}/global_step_20/actor")
     return [
@@ -84,6 +85,8 @@ def _scenes(root: Path) -> list[Scene]:
         Scene("The model, ready for from_pretrained", ("inspect", str(root / "merged"), "--strict")),
         Scene("Adapters that were trained on that model: what is to be written of them?", lora, code=2),
         Scene("Fuse them into it", (*lora, "--lora", "fuse", *base)),
+        Scene("Is that model what the shards hold?", ("diff", whole, str(root / "merged"), "--ignore-dtype")),
+        Scene("Which layers did a later save move?", ("diff", whole, str(root / "fused")), code=1),
         Scene("The step that is not", ("inspect", f"{fsdp}/global_step_20/actor")),
         Scene("It is refused, with the reason", (*broken, "-o", str(root / "no")), code=4),
         Scene("Megatron, in verl's layout v1", ("inspect", f"{megatron}/global_step_10/actor")),
@@ -91,5 +94,6 @@ def _scenes(root: Path) -> list[Scene]:
         Scene("Do it: names are added, no byte is copied", ("migrate", str(megatron))),
         Scene("The same role, in layout v2", ("inspect", f"{megatron}/global_step_10/actor")),
         Scene("A Hugging Face model of that, too", ("to-hf", str(megatron), "-o", str(root / "converted"))),
+        Scene("Is every byte of it what was saved?", ("verify", str(megatron), "--values")),
         Scene("Some of its tensors", ("inspect", f"{megatron}/global_step_10/actor", "--tensors", "decoder*norm*")),
     ]
