@@ -71,8 +71,8 @@ def many_files(folder: Path) -> None:
 
 
 def many_folders(folder: Path) -> None:
-    """Ten thousand steps without anything in them."""
-    for n in range(10_000):
+    """Two thousand steps without anything in them."""
+    for n in range(2_000):
         (folder / f"global_step_{n}" / "actor").mkdir(parents=True)
 
 
@@ -99,13 +99,10 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 COMMANDS = (
-    ("inspect", "{}"),
     ("inspect", "{}", "--json"),
     ("diff", "{}", "{}", "--json"),
     ("verify", "{}"),
     ("merge-fsdp", "{}", "-o", "{}.out"),
-    ("to-hf", "{}", "-o", "{}.out"),
-    ("migrate", "{}"),
 )
 
 
@@ -128,6 +125,7 @@ def main(folder: Path, name: str) -> None:
         wrong += [f"it has left {path}" for path in folder.glob("*.out*") if done.code]
         said = (f"{grown} MiB, {took:.1f} s", done.err[-1000:] + done.out[-300:])
         outcome = Outcome((name, command[0]), str(done.code), (*wrong, *said) if wrong else ())
+        shutil.rmtree(f"{target}.out", ignore_errors=True)
         sys.stdout.write(json.dumps(outcome) + "\n")
         sys.stderr.write(f"{name} {command[0]}: {done.code}, {grown} MiB, {took:.1f} s\n")
     shutil.rmtree(target)

@@ -118,8 +118,10 @@ def of_files(command: Command, done: Tried, before: Fingerprint, after: Fingerpr
     if bool(output) != (done.code == 0 and "{out}" in command):
         yield f"output: {sorted(output)[:5]}"
     if command[0] == "migrate" and done.code == 0:
-        held = {print_[2] for print_ in others.values() if len(print_) > 2}
-        lost = [name for name, print_ in before.items() if len(print_) > 2 and print_[2] not in held]
+        held = {bytes(print_[2]) for print_ in others.values() if len(print_) > 2}  # type: ignore[call-overload]
+        there = {name: bytes(print_[2]) for name, print_ in before.items() if len(print_) > 2}  # type: ignore[call-overload]
+        lost = [name for name, content in there.items() if content not in held]
+        lost = [name for name in lost if not any(whole.startswith(there[name]) for whole in held)]  # cut short
         if lost := [name for name in lost if "ckpt_contents" not in name]:
             yield f"bytes are gone: {lost}"
     elif others != before:

@@ -27,4 +27,4 @@ def test_what_is_damaged_ends_in_an_exit_code_and_leaves_nothing(seed: int, open
 def test_what_is_enormous_takes_little(name: str, tmp_path: Path) -> None:
     found = extremes.campaign(tmp_path, (name,))
     assert not found.faults, str(found)
-    assert found.trials > 4
+    assert found.trials >= 3

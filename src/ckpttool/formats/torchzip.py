@@ -11,7 +11,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -227,7 +227,7 @@ def _zip64_end(path: Path, base: int, tail: bytes, tail_at: int, end: int, lengt
 
 
 def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+    found: dict[str, tuple[int, int, int, bool]] = {}
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\x01\x02":
@@ -242,13 +242,13 @@ def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> di
         if method == 0 and header + size > limit:
             raise _damaged(path, "a record reaches into its directory")
         name = directory[at + _CENTRAL.size : name_end].decode("utf-8", "backslashreplace")
-        entries[name] = Entry(header, size, crc, stored=method == 0)
+        found[name] = header, size, crc, method == 0
         at = name_end + extra_length + comment_length
-    if len({name.lower() for name in entries}) < count:  # torch takes any of them, upper case or lower
+    if len({name.lower() for name in found}) < count:  # torch takes any of them, upper case or lower
         raise _damaged(path, "two of its records have one name")
-    headers = sorted({entry.header for entry in entries.values()})
+    headers = sorted({header for header, *_ in found.values()})
     following = dict(pairwise([*headers, limit]))
-    return {name: replace(entry, end=following[entry.header]) for name, entry in entries.items()}
+    return {name: Entry(*fields, following[fields[0]]) for name, fields in found.items()}
 
 
 def _zip64_fields(path: Path, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
