@@ -86,7 +86,7 @@ def _scenes(root: Path) -> list[Scene]:
         Scene("Adapters that were trained on that model: what is to be written of them?", lora, code=2),
         Scene("Fuse them into it", (*lora, "--lora", "fuse", *base)),
         Scene("Is that model what the shards hold?", ("diff", whole, str(root / "merged"), "--ignore-dtype")),
-        Scene("Which layers did a later save move?", ("diff", whole, str(root / "fused")), code=1),
+        Scene("And what have those adapters changed?", ("diff", whole, str(root / "fused")), code=1),
         Scene("The step that is not", ("inspect", f"{fsdp}/global_step_20/actor")),
         Scene("It is refused, with the reason", (*broken, "-o", str(root / "no")), code=4),
         Scene("Megatron, in verl's layout v1", ("inspect", f"{megatron}/global_step_10/actor")),
