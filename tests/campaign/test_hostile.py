@@ -115,6 +115,30 @@ def test_a_damaged_tensor_of_a_file_of_weights_is_named_with_the_file(tmp_path: 
         hf.read_torch(file)
 
 
+_LITTLE = """
+import resource, sys
+from ckpttool.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+sys.exit(main(["to-hf", sys.argv[1], "-o", sys.argv[1] + ".out"]))
+"""
+
+
+@pytest.mark.parametrize(("end", "words"), [(b"\0", "do not end as a pickle does"), (b".", "than there is memory for")])
+def test_an_index_with_a_hole_of_gigabytes(end: bytes, words: str, tmp_path: Path) -> None:
+    """It ended with exit code 70 where there was no memory for it."""
+    shutil.copytree(DEMO / "megatron", tmp_path / "role")
+    index = tmp_path / "role" / "dist_ckpt" / ".metadata"
+    with index.open("r+b") as file:
+        file.seek((3 << 30) - 1)
+        file.write(end)
+    ended = subprocess.run(
+        [sys.executable, "-c", _LITTLE, str(tmp_path / "role")], capture_output=True, timeout=60, check=False, text=True
+    )
+    assert ended.returncode == 4, ended.stderr
+    assert ".metadata: " in ended.stderr
+    assert words in ended.stderr
+
+
 def test_the_child_was_watched(short: Path) -> None:
     """A watch that sees nothing would find nothing."""
     read, write = os.pipe()

@@ -35,6 +35,9 @@ COMMON_OBJECT = "common_state/shard_0_1"
 METADATA_MOST = 4 << 30
 """Bytes of the largest index that we read; ten million chunks have about 3 GB."""
 
+LARGE = 64 << 20
+"""Bytes of an index of which the end is looked at first: a hole of gigabytes is not read into memory."""
+
 _DATA_FILE = re.compile(r".*__(\d+)_(\d+)\.distcp")
 
 
@@ -183,6 +186,10 @@ def _metadata(path: Path, found: Findings) -> tuple[Record | None, set[str]]:
         if size > METADATA_MOST:
             raise BrokenCheckpoint(
                 f"{METADATA_FILE}: {size:,} bytes, more than any index has", code="unreadable-pickle"
+            )
+        if size > LARGE and torchzip.read_range(file, size - 1, 1) != b".":
+            raise BrokenCheckpoint(
+                f"{METADATA_FILE}: {size:,} bytes that do not end as a pickle does", code="unreadable-pickle"
             )
         data = torchzip.read_range(file, 0, size)
         metadata, names = loads(data, METADATA_NAMES, where=METADATA_FILE, inert=True)

@@ -130,6 +130,10 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
         while len(data) < length and (more := os.pread(handle, length - len(data), offset + len(data))):
             data += more  # one call reads 2 GiB at most
         return data
+    except MemoryError as error:
+        raise BrokenCheckpoint(
+            f"{path.name}: {length:,} bytes at {offset:,} are more than there is memory for", code="too-large"
+        ) from error
     finally:
         os.close(handle)
 
