@@ -120,6 +120,16 @@ def test_a_damaged_pickle_is_a_fault_whatever_it_says_now(
     assert found == [path.name for path in sorted(root.glob("model_*.pt"))]
 
 
+def test_a_damaged_byte_order_is_a_damaged_record(ckpttool: Callable[..., Call], copy: Callable[[str], Path]) -> None:
+    """All other records of the file are checked, although inspect does not open it."""
+    root = copy(FSDP)
+    shard = root / "model_world_size_4_rank_1.pt"
+    flip(shard, next(record for record in records_of(shard) if record.name == "byteorder").begin)
+    flip(shard, next(record for record in records_of(shard) if record.name == "data/3").begin)
+    found = faults(ckpttool("verify", root, "--json"))
+    assert found.count(("crc-mismatch", shard.name)) == 2
+
+
 def test_what_would_run_code_is_refused_and_the_rest_is_checked(
     ckpttool: Callable[..., Call], copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
