@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpttool.verification import checksums, work
+from ckpttool.verification import checksums, records, work
+from ckpttool.verification.records import Alike
 from tests import builders
 from tests.conftest import Call
 from tests.hostile import save_bomb
@@ -230,6 +231,58 @@ def test_data_files_without_an_index_are_checked_from_their_ends(
     call = ckpttool("verify", root, "--json")
     assert [code for code, _ in faults(call)] == ["metadata-missing"]
     assert sum(file["recorded"] for file in call.json["data"]["files"]) == records
+
+
+def test_a_record_of_many_names_is_not_read_as_often(
+    ckpttool: Callable[..., Call], copy: Callable[[str], Path]
+) -> None:
+    """Four megabytes that would be read a hundred times."""
+    root = copy(FSDP)
+    with zipfile.ZipFile(root / "data.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"N.")
+        archive.writestr("archive/data/0", bytes(4 << 20))
+    raw = (root / "data.pt").read_bytes()
+    begin, end = raw.rindex(b"PK\x01\x02"), raw.rindex(b"PK\x05\x06")
+    again = b"".join(raw[begin : end - 1] + bytes([at]) for at in range(ord("0"), ord("9") + 1))
+    tail = bytearray(raw[end:])
+    tail[8:10] = tail[10:12] = (11).to_bytes(2, "little")
+    tail[12:16] = (len(again) + begin - int.from_bytes(tail[16:20], "little")).to_bytes(4, "little")
+    (root / "data.pt").write_bytes(raw[:begin] + again + tail)
+    call = ckpttool("verify", root, "--json")
+    assert (call.code, faults(call)) == (1, [("damaged-zip", "data.pt")])
+    assert call.json["data"]["bytes_read"] < 1 << 20
+
+
+def test_layouts_that_are_remembered_are_small(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    """A hostile archive has as many bytes around its records as it likes."""
+    alike, path = Alike(), data / FSDP / "model_world_size_4_rank_0.pt"
+    raw = memoryview(path.read_bytes())
+    assert alike.check(raw, path, 0) == alike.check(raw, path, 0)
+    assert alike.remembered == 1
+    monkeypatch.setattr(records, "LAYOUT_MOST", 100)
+    other = Alike()
+    assert other.check(raw, path, 0)[1] == []
+    assert other.remembered == 0
+
+
+def test_a_zip_of_somebody_else_is_no_fault(ckpttool: Callable[..., Call], copy: Callable[[str], Path]) -> None:
+    root = copy(FSDP)
+    with zipfile.ZipFile(root / "weights.bin", "w") as archive:
+        archive.writestr("hello.txt", "hello")
+    assert ckpttool("verify", root).code == 0
+
+
+def test_tensors_that_inspect_does_not_look_at_have_headers(
+    ckpttool: Callable[..., Call], copy: Callable[[str], Path], data: Path
+) -> None:
+    root = copy(FSDP)
+    (root / "somewhere/else").mkdir(parents=True)
+    target = root / "somewhere/else/adapter_model.safetensors"
+    shutil.copyfile(data / "fsdp/expected.safetensors", target)
+    assert ckpttool("verify", root).code == 0
+    builders.truncate(target, 0.9)
+    call = ckpttool("verify", root, "--json")
+    assert faults(call) == [("truncated", "somewhere/else/adapter_model.safetensors")]
 
 
 def test_a_single_file(ckpttool: Callable[..., Call], copy: Callable[[str], Path]) -> None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import typer.main
 
 from ckpttool import cli
+from tests.campaign.outcomes import Outcome, Outcomes
 from tests.campaign.payloads import Payload, goes_off, payloads, script
 from tests.campaign.places import PLACES, Command
 from tests.campaign.watching import Watch, forget, held, peak
@@ -174,7 +175,18 @@ def main(folder: Path, seed: int, times: int) -> int:
     return min(faults, 1)
 
 
-def campaign(seed: int, times: int, folder: Path) -> subprocess.CompletedProcess[str]:
+def campaign(seed: int, times: int, folder: Path) -> Outcomes:
+    """Run so many cases (0: all of them) in a child, and return what it has seen."""
+    done, found = started(seed, times, folder), Outcomes()
+    for line in done.stdout.splitlines():
+        *what, code = line.partition(":")[0].split(", ")
+        found.counts[(*what, code)] += int(line.rpartition(":")[2])
+    wrong = done.stderr.splitlines() or ["the child ended with no word"] * bool(done.returncode)
+    found.faults += [Outcome(("hostile",), str(done.returncode), (line,), f"--seed {seed}") for line in wrong]
+    return found
+
+
+def started(seed: int, times: int, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run so many cases (0: all of them) in a child; its stdout counts outcomes, its stderr lists faults."""
     prepare(folder)
     line = [sys.executable, "-m", "tests.campaign.hostile", str(folder), str(seed), str(times)]

@@ -18,7 +18,7 @@ from ckpttool.formats import dcp, hf
 from ckpttool.inspection import inspect
 from ckpttool.records import SHARD_NAMES, stored_tensor
 from ckpttool.unpickle import loads
-from tests.campaign.hostile import campaign, cases, harmless
+from tests.campaign.hostile import cases, harmless, started
 from tests.campaign.payloads import REFUSED, call, payloads
 from tests.campaign.places import DEMO, EXTRA, PLACES, Place, fsdp_with, pipe, zipped
 from tests.hostile import PROTO, STOP, named, text
@@ -49,7 +49,7 @@ def test_there_are_many_payloads_and_each_is_tried() -> None:
 
 def test_nothing_runs(short: Path) -> None:
     """Some hundred cases, the same each time; `python -m tests.campaign hostile` tries all of them."""
-    done = campaign(7, 300, short)
+    done = started(7, 300, short)
     assert done.stderr == ""
     assert done.returncode == 0
     counts = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())

@@ -251,6 +251,8 @@ def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> di
     if len({name.lower() for name in found}) < count:  # torch takes any of them, upper case or lower
         raise _damaged(path, "two of its records have one name")
     headers = sorted({header for header, *_ in found.values()})
+    if len(headers) < count:  # a small file would be read as often as it says
+        raise _damaged(path, "two of its records lie in one place")
     following = dict(pairwise([*headers, limit]))
     return {name: Entry(*fields, following[fields[0]]) for name, fields in found.items()}
 

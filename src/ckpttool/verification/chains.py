@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
-from ckpttool.formats.torchzip import read_range
-
 _END, _END64, _LOCATOR = 22, 56, 20
+
+LEAST = 200
+"""Bytes that the smallest archive of torch has: three records with their headers."""
 
 
 def chain(path: Path, size: int) -> tuple[int, list[tuple[int, int]]]:
@@ -16,19 +18,20 @@ def chain(path: Path, size: int) -> tuple[int, list[tuple[int, int]]]:
     A file that ends in something else has none.
     """
     found, end = list[tuple[int, int]](), size
-    while end:
-        length = _length(path, end)
-        if not 0 < length <= end:
-            break
-        found.append((end - length, end))
-        end -= length
+    with path.open("rb", buffering=0) as file:
+        while end:
+            length = _length(file.fileno(), end)
+            if not LEAST <= length <= end:
+                break
+            found.append((end - length, end))
+            end -= length
     return end, found
 
 
-def _length(path: Path, end: int) -> int:
+def _length(handle: int, end: int) -> int:
     """Return how long the archive is that ends at a byte of a file, by its end record; 0 where there is none."""
     begin = max(end - _END - _LOCATOR - _END64, 0)
-    tail = read_range(path, begin, end - begin)
+    tail = os.pread(handle, end - begin, begin)
     last = tail[-_END:]
     if len(last) < _END or not last.startswith(b"PK\x05\x06"):
         return 0

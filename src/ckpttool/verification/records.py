@@ -20,8 +20,8 @@ from ckpttool.formats.torchzip import LOCAL_HEADER, TorchZip, index_archive
 BEHIND = 24
 """Most bytes of what follows a record and has its checksum again."""
 
-LAYOUTS = 1024
-"""Lengths of archives whose layout is remembered."""
+LAYOUTS, LAYOUT_MOST = 1024, 1 << 14
+"""Lengths of archives whose layout is remembered, and most bytes around the records of one that is."""
 
 _CENTRAL, _CRC, _LOCAL_CRC, _FLAGS = 46, 16, 14, 6
 
@@ -95,6 +95,11 @@ class Alike:
     def __init__(self) -> None:
         self._known: dict[int, Layout] = {}
 
+    @property
+    def remembered(self) -> int:
+        """How many layouts are remembered."""
+        return len(self._known)
+
     def check(self, view: memoryview, path: Path, base: int) -> tuple[Layout, list[str]]:
         """Return what the archive at ``base`` of a file looks like, and its faults.
 
@@ -103,7 +108,8 @@ class Alike:
         layout = self._known.get(len(view))
         if layout is None or b"".join(layout.around(view)) != layout.bytes_around:
             layout = _layout_of(view, index_archive(path, base, len(view)))
-            if len(self._known) < LAYOUTS or len(view) in self._known:
+            few = len(self._known) < LAYOUTS or len(view) in self._known
+            if few and len(layout.bytes_around) <= LAYOUT_MOST:
                 self._known[len(view)] = layout
         faults = list(_faults(view, layout)) if layout.recorded else []
         return layout, faults

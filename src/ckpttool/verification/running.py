@@ -91,6 +91,7 @@ class Verifying:
         """Read every byte that is asked for, once; return the checks of checksums and hashes, and what to list."""
         plan = Plan(self.tree)
         plan.add_archives()
+        plan.add_headers()
         for source in self.opened.sources.values():
             if isinstance(source, DcpSource):
                 plan.add_items(source)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ckpttool.errors import CkpttoolError, Problem
 from ckpttool.formats.dcp import PLAIN_DCP, DcpSource
+from ckpttool.formats.safetensorsfile import read_safetensors
 from ckpttool.formats.torchzip import TorchZip, index_archive, read_range
 from ckpttool.tensors import Place, Wrap
 from ckpttool.verification.chains import chain
@@ -99,6 +100,16 @@ class Plan:
                 try:
                     self._add_archive(entry)
                 except CkpttoolError as error:
+                    if suffix in TORCH or error.code != "not-torch-save":  # others write zips under such names, too
+                        self.fault(error, entry.shown)
+
+    def add_headers(self) -> None:
+        """Hold the header of every safetensors file against its size, wherever it lies."""
+        for entry in self.tree.files.values():
+            if Path(entry.shown).suffix == ".safetensors":
+                try:
+                    read_safetensors(entry.path)
+                except CkpttoolError as error:
                     self.fault(error, entry.shown)
 
     def fault(self, error: CkpttoolError, shown: str) -> None:
@@ -145,7 +156,10 @@ class Plan:
         """Take the items of data files that no index tells of, one before the other from the end of each file."""
         for entry in self.tree.files.values():
             if Path(entry.shown).suffix == ".distcp" and entry.path.parent not in indexed:
-                begin, archives = chain(entry.path, entry.size)
+                try:
+                    begin, archives = chain(entry.path, entry.size)
+                except OSError:  # whoever reads it says so
+                    begin, archives = 0, [(0, entry.size)]
                 self.work(entry).units = [Unit(a, b, f"the item at byte {a:,}") for a, b in archives]
                 if begin:
                     message = (
