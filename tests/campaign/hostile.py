@@ -179,8 +179,8 @@ def campaign(seed: int, times: int, folder: Path) -> Outcomes:
     """Run so many cases (0: all of them) in a child, and return what it has seen."""
     done, found = started(seed, times, folder), Outcomes()
     for line in done.stdout.splitlines():
-        *what, code = line.partition(":")[0].split(", ")
-        found.counts[(*what, code)] += int(line.rpartition(":")[2])
+        words = tuple(line.partition(":")[0].split(", "))
+        found.counts[words] += int(line.rpartition(":")[2])
     wrong = done.stderr.splitlines() or ["the child ended with no word"] * bool(done.returncode)
     found.faults += [Outcome(("hostile",), str(done.returncode), (line,), f"--seed {seed}") for line in wrong]
     return found

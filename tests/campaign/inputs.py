@@ -27,6 +27,7 @@ READING: tuple[Command, ...] = (
     ("inspect", "{}"),
     ("inspect", "{}", "--json"),
     ("inspect", "{}", "--strict", "--tensors"),
+    ("diff", "{}", "{sound}"),
     ("diff", "{}", "{sound}", "--json"),
     ("diff", "{sound}", "{}", "--json", "--all", "--trust-crc"),
     ("verify", "{}", "--json"),
