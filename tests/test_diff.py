@@ -124,13 +124,14 @@ def test_names_and_shapes(ckpttool: Run, state: State, tmp_path: Path) -> None:
 
 
 def test_tensors_of_one_content_are_suggested_as_renamed(ckpttool: Run, state: State, tmp_path: Path) -> None:
-    """Also several of one content: by the likeness of their names. What has other bytes is not."""
-    ones = {f"model.layers.{n}.norm.weight": torch.ones(4) for n in range(3)}
+    """Also several of one content, by the likeness of their names; one value throughout says little."""
+    ones = {"gate.offset": torch.full((7,), 0.5), **{f"model.layers.{n}.norm.weight": torch.ones(4) for n in range(3)}}
     save_file({**state, **ones}, tmp_path / "a.safetensors")
     renamed = {
         name.replace("self_attn", "attention").replace(".norm", ".ln"): t for name, t in {**state, **ones}.items()
     }
     renamed["model.layers.2.attention.q_proj.weight"] = torch.zeros(4, 4)
+    renamed["visual.patch_embed.scale"] = renamed.pop("gate.offset")
     save_file(renamed, tmp_path / "b.safetensors")
     call = ckpttool("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json")
     assert call.code == 1
