@@ -127,6 +127,7 @@ NEVER_AT_TOP = {"torch", "megatron", "transformers"}
 NOT_TO_START = {
     "ckpttool": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
     "ckpttool.source": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
+    "ckpttool.verification": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
     "ckpttool.cli": {"numpy", "rich", "ml_dtypes", "safetensors"},
 }
 """What importing a module must not import with it."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.comparison import Comparison, prove
-from ckpttool.comparison import Options as CompareOptions
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped
 from ckpttool.formats.findings import counted
 from ckpttool.formats.folding import folded
 from ckpttool.source import Source
 from ckpttool.verification.crew import Ready
 from ckpttool.verification.result import Check, Options
-from ckpttool.verification.second_opinion import SecondOpinion, second_opinion
+
+if TYPE_CHECKING:  # each is imported where it is asked for: they take longer than to check a small checkpoint
+    from ckpttool.comparison import Comparison
+    from ckpttool.verification.second_opinion import SecondOpinion
 
 
 class Answer(NamedTuple):
@@ -34,6 +35,8 @@ def ask_framework(sources: Mapping[str, Source], options: Options) -> Answer:
     if not options.second_opinion:
         detail = "--second-opinion has a sample read by torch, too"
         return Answer(Check(name=SECOND, state="not asked", detail=detail), [])
+    from ckpttool.verification.second_opinion import second_opinion
+
     heard: list[SecondOpinion] = []
     problems: list[Problem] = []
     for where, source in sources.items():
@@ -60,6 +63,9 @@ def ask_source(path: str, options: Options, ready: Ready) -> Answer:
     """Hold a converted output against what it was made from, tensor by tensor, with the cast that the output shows."""
     if options.against is None:
         return Answer(Check(name=AGAINST, state="not asked", detail="--against SOURCE proves what was converted"), [])
+    from ckpttool.comparison import Options as CompareOptions
+    from ckpttool.comparison import prove
+
     asked = CompareOptions(
         hf_config=options.hf_config,
         arch=options.arch,

@@ -20,7 +20,6 @@ from ckpttool.verification.sources import Opened, open_sources
 from ckpttool.verification.structure import Structure
 from ckpttool.verification.subset import choose
 from ckpttool.verification.tree import Entry, Identity, Tree, walk
-from ckpttool.verification.values import Stored, can_be_counted, count_values
 from ckpttool.verification.work import Plan
 
 
@@ -197,6 +196,8 @@ class Verifying:
             return Check(
                 name="values", state="not asked", detail="--values counts NaN, infinities and tensors of zeros"
             )
+        from ckpttool.verification.values import Stored, can_be_counted, count_values  # with NumPy, which takes time
+
         stored = [
             Stored(source.root, where, tensor)
             for where, source in self.opened.sources.items()
