@@ -24,6 +24,9 @@ CODES = {
     "to-hf": {0, 2, 3, 4, 5, 6, 7},
 }
 
+RESULTS = ("migrate", "verify")
+"""Commands that tell of what they refuse in their result, not as an error."""
+
 UNSEEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 """What moves a cursor, hides or turns text around, or is no text."""
 
@@ -90,7 +93,7 @@ def of_text(command: Command, damage: Damage, done: Tried, room: Path) -> Iterat
         yield "a name with a raw line break in what it says"
     if len(done.out) + len(done.err) > 4_000_000:
         yield f"{len(done.out) + len(done.err)} characters in what it says"
-    if done.code in (3, 4, 7) and not done.err.startswith("error: ") and command[0] != "migrate":
+    if done.code in (3, 4, 7) and not done.err.startswith("error: ") and command[0] not in RESULTS:
         yield "no error on stderr"
     names = (*damage.files, str(room / "in"))
     if done.code in (3, 4, 7) and not any(name in done.out + done.err for name in names):

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -176,6 +177,10 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     return made
 
 
+MOST_PROBLEMS = 1000
+"""Problems of one kind that people are shown; programs are given all of them."""
+
+
 def show_problems(problems: Sequence[Problem], out: Console) -> None:
     """Print problems, faults before notes."""
     faults = sum(problem.severity == "error" for problem in problems)
@@ -183,8 +188,14 @@ def show_problems(problems: Sequence[Problem], out: Console) -> None:
     counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((faults, "problem"), (notes, "note")) if n]
     out.print()
     out.print(Text(" and ".join(counts).capitalize(), "bold"))
+    shown: Counter[str] = Counter()
     for problem in sorted(problems, key=lambda p: p.severity != "error"):
-        out.print(Padding(show_problem(problem), (0, 0, 0, 2), expand=False))
+        shown[problem.code] += 1
+        if shown[problem.code] <= MOST_PROBLEMS:
+            out.print(Padding(show_problem(problem), (0, 0, 0, 2), expand=False))
+    for code, count in shown.items():
+        if count > MOST_PROBLEMS:
+            out.print(Text(f"  and {count - MOST_PROBLEMS:,} more of the kind {code} (--json lists every one)"))
 
 
 def show_problem(problem: Problem) -> Table:
