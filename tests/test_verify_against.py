@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Call
+from tests.hostile import save_bomb
 from tests.merged import QWEN2, bits, fingerprint, tensors_in, write_role
 
 Run = Callable[..., Call]
@@ -86,6 +87,24 @@ def test_another_model(ckpttool: Run, converted_checkpoints: Path, tmp_path: Pat
     call = ckpttool("verify", tmp_path / "out", "--against", converted_checkpoints / "llama-tp4", "--json")
     assert (call.code, checks(call)["against"]) == (1, "faults")
     assert not any("nothing was written" in problem["message"] for problem in faults(call))
+
+
+def test_a_source_that_cannot_be_compared_with(ckpttool: Run, tmp_path: Path) -> None:
+    """One that is not there is said before anything is read; one that is damaged or hostile is a fault like others."""
+    role, output = write_role(tmp_path / "role", {"w": torch.ones(4)}, config=QWEN2), tmp_path / "out"
+    assert ckpttool("merge-fsdp", role, "-o", output).code == 0
+    assert ckpttool("verify", output, "--against", tmp_path / "absent").code == 3
+    save_file({"w": torch.full((4,), torch.nan)}, output / "model.safetensors", {"format": "pt"})
+    shard = role / "model_world_size_2_rank_1.pt"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    call = ckpttool("verify", output, "--values", "--against", role, "--json")
+    assert (call.code, checks(call)["against"]) == (1, "faults")
+    assert {problem["code"] for problem in faults(call)} >= {"not-a-number", "broken-source", "truncated"}
+    save_bomb(shard, tmp_path / "ran")
+    call = ckpttool("verify", output, "--values", "--against", role, "--json")
+    assert (call.code, checks(call)["against"]) == (7, "faults")
+    assert {problem["code"] for problem in faults(call)} == {"not-a-number", "refused"}
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_second_opinion_of_every_kind(ckpttool: Run, data: Path, converted_checkpoints: Path, tmp_path: Path) -> None:

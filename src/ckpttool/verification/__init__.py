@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.errors import NotACheckpoint, UsageError
+from ckpttool.verification.asking import require
 from ckpttool.verification.crew import Ready
 from ckpttool.verification.result import Options, Subset, Verification
 from ckpttool.verification.running import Verifying
@@ -22,6 +23,7 @@ def verify(path: Path | str, options: Options, ready: Ready = lambda _total: lam
     """
     if options.write_integrity and options.subset is not None:
         raise UsageError("--write-integrity with --read-subset: what is not read cannot be vouched for")
+    require(options)
     try:
         structure = look(Path(path), options.step, options.role)
         return Verifying(structure, options).run(ready)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused, Unmapped
 from ckpttool.formats.findings import counted
 from ckpttool.formats.folding import folded
 from ckpttool.source import Source
@@ -20,14 +21,27 @@ if TYPE_CHECKING:  # each is imported where it is asked for: they take longer th
 
 
 class Answer(NamedTuple):
-    """A check, its problems, and the bytes that were read for it."""
+    """A check, its problems, the bytes that were read for it, and whether something would run code."""
 
     check: Check
     problems: list[Problem]
     read: int = 0
+    refused: bool = False
 
 
 SECOND, AGAINST = "second-opinion", "against"
+
+
+def require(options: Options) -> None:
+    """Raise :class:`UsageError` without torch where it is to be asked, :class:`NotACheckpoint` without the source."""
+    if options.second_opinion:
+        from ckpttool.verification.frameworks import find_torch
+
+        find_torch()
+    if options.against is not None:
+        from ckpttool.comparison.finding import find
+
+        find(Path(options.against), None, None)
 
 
 def ask_framework(sources: Mapping[str, Source], options: Options) -> Answer:
@@ -40,7 +54,7 @@ def ask_framework(sources: Mapping[str, Source], options: Options) -> Answer:
     heard: list[SecondOpinion] = []
     problems: list[Problem] = []
     for where, source in sources.items():
-        with suppress(BrokenCheckpoint, NotACheckpoint):  # the structure tells
+        with suppress(BrokenCheckpoint, NotACheckpoint, Refused):  # the structure tells
             opinion = second_opinion(source.root, source)
             heard.append(opinion)
             problems += [_below(where, problem) for problem in opinion.problems]
@@ -76,10 +90,8 @@ def ask_source(path: str, options: Options, ready: Ready) -> Answer:
     )
     try:
         found = prove(options.against, path, asked, ready)
-    except Unmapped as error:
-        whole = Problem(code=error.code, message=error.message, hint=error.hint)
-        detail = f"{options.against} cannot be mapped"
-        return Answer(Check(name=AGAINST, state="faults", detail=detail), [whole, *error.problems])
+    except (BrokenCheckpoint, Refused, Unmapped) as error:  # what was found before is told all the same
+        return _without_source(options.against, error)
     problems = list(_unlike(found))
     same = found.counts["equal"] + found.counts["close"]
     detail = f"{counted(same, 'tensor')} as {options.against} has {'it' if same == 1 else 'them'}"
@@ -87,6 +99,14 @@ def ask_source(path: str, options: Options, ready: Ready) -> Answer:
         detail = f"{counted(len(found.tensors) - same, 'tensor')} not as {options.against} has them, {same:,} are"
     check = Check(name=AGAINST, state="faults" if problems else "sound", detail=detail, bytes=found.bytes_read)
     return Answer(check, [*problems, *found.notes], found.bytes_read)
+
+
+def _without_source(source: str, error: CkpttoolError) -> Answer:
+    """Tell of a source that cannot be compared with."""
+    refused = isinstance(error, Refused)
+    whole = Problem(code="refused" if refused else error.code, message=error.message, hint=error.hint)
+    check = Check(name=AGAINST, state="faults", detail=f"{source} cannot be compared with")
+    return Answer(check, [whole, *error.problems], refused=refused)
 
 
 _SAID = {

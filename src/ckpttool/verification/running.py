@@ -189,6 +189,7 @@ class Verifying:
     def _answered(self, answer: Answer) -> Check:
         self.problems += answer.problems
         self.bytes_read += answer.read
+        self.opened.refused |= answer.refused
         return answer.check
 
     def _values(self, ready: Ready) -> Check:
