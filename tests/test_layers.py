@@ -40,6 +40,7 @@ LAYERS: dict[str, set[str]] = {
         "ckpttool.tensors",
     },
     "ckpttool.staging": {"ckpttool.errors"},
+    "ckpttool.wholefile": {"ckpttool.staging", "ckpttool.errors"},
     "ckpttool.sink": {
         *("ckpttool.staging", "ckpttool.gathering", "ckpttool.plan", "ckpttool.lowrank", "ckpttool.reading"),
         *("ckpttool.elements", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
@@ -94,7 +95,7 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.converting", "ckpttool.merging", "ckpttool.architectures", "ckpttool.inspection"),
         *("ckpttool.export", "ckpttool.naming", "ckpttool.gathering", "ckpttool.plan", "ckpttool.fusing"),
         *("ckpttool.lowrank", "ckpttool.reading", "ckpttool.elements", "ckpttool.layout", "ckpttool.source"),
-        *("ckpttool.formats", "ckpttool.staging", "ckpttool.tensors", "ckpttool.errors"),
+        *("ckpttool.formats", "ckpttool.staging", "ckpttool.wholefile", "ckpttool.tensors", "ckpttool.errors"),
         "ckpttool.unpickle",  # to pause the collector
     },
     "ckpttool.verification": {

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ckpttool import wholefile
 from ckpttool.errors import CannotWrite, NotACheckpoint
 from ckpttool.staging import clear_stale, staged, write_file
 
@@ -380,3 +383,113 @@ def test_what_vanishes_meanwhile_is_no_fault(target: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "open", vanishing)
     assert clear_stale(target) == []
+
+
+@pytest.mark.parametrize("when", ["aside", "in", "given up"])
+def test_a_signal_between_two_renames(target: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """It arrives when the system has done something, and the program does not know it yet."""
+    made(target)
+    rename = Path.rename
+
+    def stopped(path: Path, new: Path) -> Path:
+        done = rename(path, new)
+        names = ("aside", "given up") if ".replaced-" in f"{path.name} {new.name}" else ("in",)
+        if when in names and (when == "given up") == (".replaced-" in path.name):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        attempt(target, force=True)
+    assert beside(target) == [target.name]
+    assert content(target) == (NEW if when == "given up" else content(made(target.with_name("like"))))
+
+
+def test_a_clean_up_that_comes_before_the_lock(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run finds the new folder while nobody holds it: it is cleared, and another one made."""
+    cleared: list[str] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def made_and_found(**options: str) -> str:
+        folder = mkdtemp(**options)
+        if not cleared:
+            cleared.extend(clear_stale(target))
+        return str(folder)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_and_found)
+    attempt(target)
+    assert len(cleared) == 1
+    assert (beside(target), content(target)) == ([target.name], NEW)
+
+
+def test_a_clean_up_that_is_at_work(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run has locked the new folder in order to remove it: it is not written into."""
+    locked: list[tuple[int, str]] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def made_and_locked(**options: str) -> str:
+        folder = str(mkdtemp(**options))
+        if not locked:
+            locked.append((os.open(folder, os.O_RDONLY), folder))
+            fcntl.flock(locked[0][0], fcntl.LOCK_EX)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_and_locked)
+    attempt(target)
+    ((handle, folder),) = locked
+    assert os.listdir(folder) == []
+    os.close(handle)
+    assert clear_stale(target) == [Path(folder).name]
+    assert (beside(target), content(target)) == ([target.name], NEW)
+
+
+def test_another_run_that_is_quicker_by_a_moment(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory appears between the look at the target and the rename."""
+    rename = Path.rename
+
+    def late(path: Path, new: Path) -> Path:
+        if new == target:
+            made(target)
+        return rename(path, new)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises(CannotWrite, match="exists already; it was made meanwhile"):
+        attempt(target)
+    assert beside(target) == [target.name]
+    assert content(target) != NEW
+
+
+def test_another_run_that_takes_the_name_of_what_was_moved_aside(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one was to be replaced, and has been, by that run: nothing of it is left for a later one to clear."""
+    made(target)
+    rename = Path.rename
+
+    def moved(path: Path, new: Path) -> Path:
+        done = rename(path, new)
+        if new.name.startswith(f"{target.name}.replaced-"):
+            made(target, "theirs")
+        return done
+
+    monkeypatch.setattr(Path, "rename", moved)
+    with pytest.raises(CannotWrite, match="made meanwhile"):
+        attempt(target, force=True)
+    assert beside(target) == [target.name]
+    assert content(target) == {"a": "theirs"}
+
+
+def test_a_clean_up_that_comes_before_the_lock_of_a_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a directory: what was cleared is made again."""
+    cleared: list[Path] = []
+    take = wholefile.take
+
+    def late(handle: int) -> bool:
+        if not cleared:
+            cleared.append(next(target.parent.iterdir()))
+            cleared[0].unlink()
+        return take(handle)
+
+    monkeypatch.setattr(wholefile, "take", late)
+    wholefile.write_whole(target, b"new")
+    assert len(cleared) == 1
+    assert (beside(target), target.read_bytes()) == ([target.name], b"new")

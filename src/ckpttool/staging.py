@@ -11,18 +11,18 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckpttool.errors import CannotWrite, NotACheckpoint, Problem
 
 NO_SPACE = "no-space"
 PARTIAL, REPLACED = ".partial-", ".replaced-"
+ATTEMPTS = 100
 
 
 @contextmanager
@@ -37,15 +37,14 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
         if not os.path.isdir(target.parent):  # noqa: PTH112 - a closed one is not there
             target.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(target)
-        folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{PARTIAL}", dir=target.parent))
-        lock = _lock(folder)
+        folder, lock = _made(target)
         folder.chmod((folder.stat().st_mode & stat.S_ISGID) | (0o777 & ~_umask()))
         yield folder
         for path, _, _ in os.walk(folder):
             sync(Path(path))
         _move_in(folder, target, force=force)
     except OSError as error:
-        raise _cannot(target, error) from error
+        raise cannot(target, error) from error
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -53,22 +52,59 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
             os.close(lock)
 
 
+def _made(target: Path) -> tuple[Path, int]:
+    """Make a folder beside a target, and lock it. Until it is locked, another run takes it for a dead one's."""
+    for _ in range(ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{PARTIAL}", dir=target.parent))
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+            if take(lock) and is_at(lock, folder):
+                return folder, lock
+            os.close(lock)
+        except FileNotFoundError:  # cleared away before it was open
+            continue
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    raise cleared(target)
+
+
+def cleared(target: Path) -> CannotWrite:
+    """Return the error for a place where whatever is made is taken away before it can be locked."""
+    return CannotWrite(f"{target}: other runs clear away what is made for it", hint="Wait until they have ended.")
+
+
 def _lock(path: Path) -> int:
     """Open a directory and lock it where the file system has locks; the lock ends with the process."""
     handle = os.open(path, os.O_RDONLY)
-    _hold(handle)
+    take(handle)
     return handle
 
 
-def _hold(handle: int) -> None:
-    with suppress(OSError):
+def take(handle: int) -> bool:
+    """Lock what is open; ``False`` where another process has locked it. Without locks, nothing is cleared."""
+    try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def is_at(handle: int, path: Path) -> bool:
+    """Tell whether what is open has its name still."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 _NO_ROOM = "Free some space, or choose another place with -o."
 
 
-def _cannot(target: Path, error: OSError, no_room: str = _NO_ROOM) -> CannotWrite:
+def cannot(target: Path, error: OSError, no_room: str = _NO_ROOM) -> CannotWrite:
+    """Return the error for what the system refused; ``no_room`` is the hint where there was no space."""
     code = errno.errorcode.get(error.errno or 0, "")
     hint = no_room if code in ("ENOSPC", "EDQUOT") else ""
     return CannotWrite(f"{target}: {error.strerror or error}; nothing was left there", hint=hint, code=code)
@@ -175,27 +211,51 @@ def _move_in(folder: Path, target: Path, *, force: bool) -> None:
     Once the new one is in, the old one gets the name of what a killed run leaves, and is removed.
     """
     aside = target.with_name(target.name + REPLACED + folder.name[-8:])
-    lock, moved = -1, False
+    lock, new = -1, folder.stat()
     try:
         if os.path.lexists(target):
             if not force:
-                raise CannotWrite(f"{target}: exists already; it was made meanwhile", hint="Name another directory.")
+                raise _made_meanwhile(target)
             lock = _lock(target)
             target.rename(aside)
-        folder.rename(target)
-        moved = True
+        _rename_in(folder, target)
         sync(target.parent)
         if lock >= 0:
             aside.rename(folder)
     except BaseException:
-        if moved:
-            target.rename(folder)
-        if lock >= 0 and not os.path.lexists(target):
-            aside.rename(target)
+        _move_back(folder, aside, target, new)
         raise
     finally:
         if lock >= 0:
             os.close(lock)
+
+
+def _rename_in(folder: Path, target: Path) -> None:
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise _made_meanwhile(target) from error
+        raise
+
+
+def _made_meanwhile(target: Path) -> CannotWrite:
+    return CannotWrite(f"{target}: exists already; it was made meanwhile", hint="Name another directory.")
+
+
+def _move_back(folder: Path, aside: Path, target: Path, new: os.stat_result) -> None:
+    """Undo what was done: what is where tells how far it came, for a signal may arrive between any two lines.
+
+    Where the old one has been given up already, the new one stays; so does what another run has put there meanwhile,
+    which has replaced the old one then.
+    """
+    if not os.path.lexists(folder) and os.path.lexists(target) and os.path.samestat(target.lstat(), new):
+        target.rename(folder)
+    if os.path.lexists(aside):
+        if os.path.lexists(target):
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(target)
 
 
 def sync(path: Path) -> None:
@@ -214,98 +274,17 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a small file, durably, with the mode that the umask leaves."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _fill(handle, content)
+        fill(handle, content)
     finally:
         os.close(handle)
 
 
-def _fill(handle: int, content: bytes) -> None:
+def fill(handle: int, content: bytes) -> None:
+    """Write a small file that is open, durably."""
     view = memoryview(content)
     while view:
         view = view[os.write(handle, view) :]
     os.fsync(handle)
-
-
-def write_whole(target: Path, content: bytes, *, force: bool = False) -> None:
-    """Write a file that appears complete or not at all, with the mode that the umask leaves.
-
-    It is filled under the name ``NAME.partial-<random>``; what a killed run left there is removed. ``force`` replaces
-    the file that is there: whether it may be replaced, :func:`check_file` tells. Raises :class:`CannotWrite`.
-    """
-    partial = target.with_name(f"{target.name}{PARTIAL}{secrets.token_hex(4)}")
-    handle = -1
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _clear_files(target)
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        _hold(handle)
-        _fill(handle, content)
-        _give_name(partial, target, force=force)
-        _sync_name(target)
-    except OSError as error:
-        raise _cannot(target, error, "Free some space, or choose another place.") from error
-    finally:
-        if handle >= 0:
-            with suppress(OSError):
-                partial.unlink()
-            os.close(handle)
-
-
-def _sync_name(target: Path) -> None:
-    try:
-        sync(target.parent)
-    except OSError as error:
-        raise CannotWrite(f"{target}: written, but its name may not outlast a crash: {error.strerror}") from error
-
-
-def _clear_files(target: Path) -> None:
-    """Remove the files that killed runs left beside a target; those that another run fills stay."""
-    mine = re.compile(rf"{re.escape(target.name + PARTIAL)}[a-f0-9]{{8}}")
-    for name in filter(mine.fullmatch, os.listdir(target.parent)):
-        with suppress(OSError):
-            handle = os.open(target.parent / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if stat.S_ISREG(os.fstat(handle).st_mode):
-                    (target.parent / name).unlink()
-            finally:
-                os.close(handle)
-
-
-def _give_name(partial: Path, target: Path, *, force: bool) -> None:
-    """Move a file to its name; without ``force``, one that appeared there meanwhile stays."""
-    if force:
-        partial.replace(target)
-        return
-    try:
-        os.link(partial, target)
-    except FileExistsError as error:
-        raise CannotWrite(f"{target}: exists already", hint="Name another file, or replace it with --force.") from error
-    except OSError:  # a file system without hard links
-        if os.path.lexists(target):
-            raise
-        partial.rename(target)
-
-
-def check_file(target: Path, beginning: bytes, *, force: bool) -> None:
-    """Raise :class:`CannotWrite` for a file that exists, unless ``force`` replaces one that begins in this way."""
-    if not os.path.lexists(target):
-        return
-    if not force:
-        raise CannotWrite(f"{target}: exists already", hint="Name another file, or replace it with --force.")
-    if not stat.S_ISREG(target.lstat().st_mode) or not _begins(target, beginning):
-        raise CannotWrite(
-            f"{target}: no file of the kind that is written here, so --force does not replace it",
-            hint="Name another file, or move it away yourself.",
-        )
-
-
-def _begins(path: Path, beginning: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(beginning)) == beginning
-    except OSError as error:
-        raise CannotWrite(f"{path}: {error.strerror}", hint="Name another file.") from error
 
 
 def copy_file(source: Path, target: Path) -> None:

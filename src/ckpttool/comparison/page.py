@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpttool.comparison.result import PAGE_BEGINS
-from ckpttool.staging import check_file, check_outside, write_whole
+from ckpttool.staging import check_outside
+from ckpttool.wholefile import check_file, write_whole
 
 
 def check_page(path: Path, *, force: bool, sources: Iterable[Path] = ()) -> None:
