@@ -481,7 +481,7 @@ def test_another_run_that_takes_the_name_of_what_was_moved_aside(target: Path, m
 def test_a_clean_up_that_comes_before_the_lock_of_a_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a directory: what was cleared is made again."""
     cleared: list[Path] = []
-    take = wholefile.take
+    take = staging.take
 
     def late(handle: int) -> bool:
         if not cleared:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -100,16 +100,17 @@ class _Work:
         """Compare the values of all tensors that both sides have in one shape."""
         names = [name for name in self.names if self._is_comparable(name)]
         if self.options.trust_crc:
-            ledgers = Ledger(self.a.stock), Ledger(self.b.stock)
-            self._trusted = {
-                name
-                for name in names
-                if are_recorded_equal((ledgers[0], self.a.targets[name]), (ledgers[1], self.b.targets[name]))
-            }
+            self._trusted = self._recorded_equal(names)
         names = [name for name in names if name not in self._trusted]
         progress = ready(sum(self.a.targets[name].nbytes + self.b.targets[name].nbytes for name in names))
         with ExitStack() as streams:
             self._in_threads(names, progress, streams)
+
+    def _recorded_equal(self, names: Iterable[str]) -> set[str]:
+        """Return those of which both sides record the same checksums."""
+        a, b = self.a, self.b
+        with closing(Ledger(a.stock)) as mine, closing(Ledger(b.stock)) as theirs:
+            return {n for n in names if are_recorded_equal((mine, a.targets[n]), (theirs, b.targets[n]))}
 
     def _is_comparable(self, name: str) -> bool:
         a, b = self.a.targets.get(name), self.b.targets.get(name)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpttool.comparison.values import Stock
 from ckpttool.errors import BrokenCheckpoint
-from ckpttool.formats.payload import locate
+from ckpttool.formats.payload import Seen, locate
 from ckpttool.formats.torchzip import open_archive
 from ckpttool.plan import Target
 from ckpttool.tensors import Index, Piece, Place, Wrap, contiguous_strides
@@ -33,6 +33,11 @@ class Ledger:
         self._stock = stock
         self._by_file: dict[str, dict[int, int]] = {}
         self._known: dict[str, list[_Recorded] | None] = {}
+        self.equal: dict[tuple[str, str], bool] = {}
+        """Whether a source of this side is recorded as equal to one of the other."""
+        self._seen: Seen = {}
+        self._ends: dict[int, _End] = {}
+        self._handle: tuple[str, int] | None = None
 
     def pieces(self, source: str) -> list[_Recorded] | None:
         """Return all pieces of a stored tensor; ``None`` where one of them has no checksum, or something is fused."""
@@ -49,30 +54,68 @@ class Ledger:
         return tensor.dtype, tensor.shape
 
     def _recorded(self, piece: Piece) -> _Recorded:
-        place, path = piece.place, self._stock.root / piece.place.file
+        place = piece.place
         if place.wrap is Wrap.RAW:
             return _Recorded(piece.offset, piece.size, 0, (), 0, 0)
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            payload = locate(str(path), handle, place)
-        finally:
-            os.close(handle)
-        crc = self._of_entry(path, place.offset) if place.wrap is Wrap.ZIP_ENTRY else _of_archive(path, place)
-        strides = payload.strides if payload.strides is not None else contiguous_strides(piece.size)
-        return _Recorded(piece.offset, piece.size, payload.start, strides, payload.length, crc)
+        if place.wrap is Wrap.ZIP_ENTRY:
+            start, strides, length, crc = place.start, place.strides, place.length, self._of_entry(place)
+        else:
+            path, handle = self._stock.root / place.file, self._open(place.file)
+            _, length, start, strides, *_ = locate(str(path), handle, place, self._seen)
+            crc = self._of_archive(path, handle, place)
+        strides = strides if strides is not None else contiguous_strides(piece.size)
+        return _Recorded(piece.offset, piece.size, start, strides, length, crc)
 
-    def _of_entry(self, path: Path, header: int) -> int:
-        if str(path) not in self._by_file:
-            entries = open_archive(path).entries.values()
-            self._by_file[str(path)] = {entry.header: entry.crc for entry in entries}
-        return self._by_file[str(path)].get(header, 0)
+    def _of_entry(self, place: Place) -> int:
+        if place.file not in self._by_file:
+            entries = open_archive(self._stock.root / place.file).entries.values()
+            self._by_file[place.file] = {entry.header: entry.crc for entry in entries}
+        return self._by_file[place.file].get(place.offset, 0)
+
+    def _of_archive(self, path: Path, handle: int, place: Place) -> int:
+        """Return the checksum of the one storage of an archive; 0 where it has several.
+
+        Archives of one length are alike (:func:`locate` has seen to that): it is where that of another one was.
+        """
+        end = place.offset + place.length
+        known = self._ends.get(place.length)
+        if known is not None:
+            found = os.pread(handle, len(known.head), end - known.before)
+            if found[:_CRC] + found[_CRC + 4 :] == known.head[:_CRC] + known.head[_CRC + 4 :]:
+                return int.from_bytes(found[_CRC : _CRC + 4], "little")
+        archive = open_archive(path, place.offset, place.length)
+        stored = [(name, entry.crc) for name, entry in archive.entries.items() if name.startswith("data/")]
+        if len(stored) != 1:
+            return 0
+        tail = os.pread(handle, TAIL, max(end - TAIL, place.offset))
+        name = tail.rfind(f"/{stored[0][0]}".encode())
+        at = tail.rfind(_ENTRY, 0, max(name, 0))
+        if at >= 0:
+            self._ends[place.length] = _End(len(tail) - at, tail[at : name + 1])
+        return stored[0][1]
+
+    def _open(self, file: str) -> int:
+        if self._handle is None or self._handle[0] != file:
+            self.close()
+            self._handle = file, os.open(self._stock.root / file, os.O_RDONLY)
+        return self._handle[1]
+
+    def close(self) -> None:
+        """Close the file that was looked into last."""
+        if self._handle is not None:
+            os.close(self._handle[1])
+            self._handle = None
 
 
-def _of_archive(path: Path, place: Place) -> int:
-    """Return the checksum of the one storage of an archive that holds a tensor; 0 where it has several."""
-    archive = open_archive(path, place.offset, place.length)
-    stored = [entry.crc for name, entry in archive.entries.items() if name.startswith("data/")]
-    return stored[0] if len(stored) == 1 else 0
+_ENTRY, _CRC, TAIL = b"PK\x01\x02", 16, 4096
+"""How a record of a zip's directory begins, where in it the checksum is, and how much of an archive's end has them."""
+
+
+class _End(NamedTuple):
+    """Where before the end of an archive the directory's record of its storage begins, and that up to the name."""
+
+    before: int
+    head: bytes
 
 
 def are_recorded_equal(a: tuple[Ledger, Target], b: tuple[Ledger, Target]) -> bool:
@@ -81,6 +124,13 @@ def are_recorded_equal(a: tuple[Ledger, Target], b: tuple[Ledger, Target]) -> bo
     source, other_source = target.parts[0].source, other.parts[0].source
     if len(target.parts) > 1 or _form(target) != _form(other):
         return False
+    key = source, other_source
+    if key not in ledger.equal:  # of a stack, every layer asks
+        ledger.equal[key] = _are_equal(ledger, source, other_ledger, other_source)
+    return ledger.equal[key]
+
+
+def _are_equal(ledger: Ledger, source: str, other_ledger: Ledger, other_source: str) -> bool:
     try:
         if ledger.kind(source) != other_ledger.kind(other_source):
             return False
