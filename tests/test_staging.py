@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool import wholefile
+from ckpttool import staging, wholefile
 from ckpttool.errors import CannotWrite, NotACheckpoint
 from ckpttool.staging import clear_stale, staged, write_file
 
