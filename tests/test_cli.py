@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool import __version__, demo
+from ckpttool import __version__, cli, demo
 from ckpttool.cli import app, expand_tensors, main
 from ckpttool.errors import CkpttoolError
 from ckpttool.inspection.suggestions import COMMANDS
@@ -132,6 +133,40 @@ def test_signals_have_their_exit_codes(tmp_path: Path, stop: signal.Signals, cod
         time.sleep(0.1)
         process.send_signal(stop)
         assert process.wait(timeout=20) == code
+
+
+def test_a_signal_before_the_command_is_parsed_and_after_it_is_done(
+    ckpttool: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the exit code is left to say; a traceback would be wrong."""
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def stop(error: BaseException) -> Callable[..., int]:
+        def raise_it(**_: object) -> int:
+            raise error
+
+        return raise_it
+
+    monkeypatch.setattr(cli, "app", stop(KeyboardInterrupt()))
+    assert ckpttool("inspect").code == 130
+    for error, code in ((KeyboardInterrupt(), 130), (cli._Terminated(signal.SIGTERM), 143)):
+        monkeypatch.setattr(cli, "main", stop(error))
+        cli.entry()
+        assert ends.pop() == code
+
+
+def test_a_file_that_cannot_be_read_is_named(ckpttool: Run, monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    """The system names no file where reading one that is open fails."""
+
+    def fail(_handle: int, _length: int, _offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    call = ckpttool("inspect", data / "fsdp" / "torch2.6-fsdp2", "--strict")
+    assert call.code == 1
+    assert "model_world_size_4_rank_0.pt: Input/output error" in call.out
 
 
 def test_a_full_disk_behind_stdout_is_no_bug(data: Path) -> None:

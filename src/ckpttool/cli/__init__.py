@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return session.fail(error)
     except _Terminated as stopped:
         return session.stopped(128 + int(stopped.args[0]))
+    except KeyboardInterrupt:  # before Typer looks out for it
+        return session.stopped(INTERRUPTED)
     except OSError as error:
         if session.debug:
             raise
@@ -130,6 +132,16 @@ One is measured to be faster for products that stay in the cache, and others wou
 
 def entry() -> None:
     """Console script: like ``main``, with the signals and pipes of a process of its own."""
+    try:
+        code = _as_a_process()
+    except _Terminated as stopped:  # before ``main`` looks out for it, or when that is done
+        code = 128 + int(stopped.args[0])
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    os._exit(code)  # nothing is left to do but to free a million small objects one by one
+
+
+def _as_a_process() -> int:
     signal.signal(signal.SIGTERM, _terminate)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
         signal.signal(signal.SIGHUP, _terminate)
@@ -144,4 +156,4 @@ def entry() -> None:
         sys.stderr.flush()
     except BrokenPipeError:
         code = code or 1
-    os._exit(code)  # nothing is left to do but to free a million small objects one by one
+    return code

@@ -122,9 +122,7 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise NotACheckpoint(
-            f"{path}: {error.strerror}", hint="Check the permissions of the file.", code="unreadable"
-        ) from error
+        raise _unreadable(path, error, "Check the permissions of the file.") from error
     try:
         data = os.pread(handle, length, offset)
         while len(data) < length and (more := os.pread(handle, length - len(data), offset + len(data))):
@@ -134,8 +132,16 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
         raise BrokenCheckpoint(
             f"{path.name}: {length:,} bytes at {offset:,} are more than there is memory for", code="too-large"
         ) from error
+    except OSError as error:
+        raise _unreadable(
+            path, error, "Is the disk in order? Copy the file again from where it was written."
+        ) from error
     finally:
         os.close(handle)
+
+
+def _unreadable(path: Path, error: OSError, hint: str) -> NotACheckpoint:
+    return NotACheckpoint(f"{path}: {error.strerror}", hint=hint, code="unreadable")
 
 
 def open_archive(path: Path, base: int = 0, length: int | None = None) -> TorchZip:
