@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpttool.comparison.finding import Found
@@ -47,7 +49,7 @@ class Opened:
 
     def check(self) -> None:
         """Raise :class:`BrokenCheckpoint` where files have been written to since they were opened."""
-        check_unchanged(self.stock.root, self.before, stamps(self.before))
+        check_unchanged(self.stock.root, self.before)
 
 
 def open_side(found: Found, given: str, options: Options) -> Opened:
@@ -58,7 +60,24 @@ def open_side(found: Found, given: str, options: Options) -> Opened:
         "huggingface": _model,
         "file": _file,
     }
-    return kinds[found.kind](found, given, options)
+    early = _seen(found.path)
+    opened = kinds[found.kind](found, given, options)
+    return replace(opened, before={path: _earlier(found.path, path, early, now) for path, now in opened.before.items()})
+
+
+_NOT_THERE = (-1, -1)
+
+
+def _seen(path: Path) -> Stamps:
+    """Return size and time of every file that lies in a directory, or of the one file."""
+    with suppress(OSError):  # it is told of by whoever reads it
+        return stamps([path] if path.is_file() else [path / name for name in os.listdir(path)])
+    return {}
+
+
+def _earlier(folder: Path, path: Path, early: Stamps, now: tuple[int, int]) -> tuple[int, int]:
+    """Return what a file was like before the index was read; one that lies elsewhere was looked at after that."""
+    return early.get(path, _NOT_THERE if path.parent == folder else now)
 
 
 def _shards(found: Found, given: str, options: Options) -> Opened:

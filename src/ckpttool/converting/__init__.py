@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpttool.adapters.settings import check_alpha
 from ckpttool.converting import planning
 from ckpttool.converting.choosing import find_archive
-from ckpttool.converting.opening import Opened, open_archive, stamps_of
+from ckpttool.converting.opening import Opened, open_archive
 from ckpttool.converting.result import Conversion, Options
 from ckpttool.errors import BrokenCheckpoint, Problem, UsageError
 from ckpttool.export import doubtful, outputs
@@ -51,7 +51,7 @@ def convert(
             checked.plan,
             opened.sources,
             archive,
-            lambda: check_unchanged(archive, opened.stamps, stamps_of(archive, opened.sources.values())),
+            lambda: check_unchanged(archive, opened.stamps),
         )
 
     return run(output, [archive], options, prepare, ready, started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,9 +18,10 @@ from ckpttool.converting.result import Options, Skipped
 from ckpttool.converting.settings import started_from
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, Problem, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig, read_side_config
-from ckpttool.export.side_files import SideFiles, find_side_files
+from ckpttool.export.side_files import SideFiles, find_side_files, side_paths
 from ckpttool.export.writing import Stamps, give_back, stamps
 from ckpttool.formats import dcp
+from ckpttool.formats.dcpkeys import COMMON_FILE
 from ckpttool.formats.findings import Findings, counted, listing
 from ckpttool.formats.folding import numbered
 from ckpttool.tensors import TensorInfo
@@ -37,6 +39,8 @@ _REASONS = {
 _NOT_IN_THE_WAY = ("common-missing", "not-finalised")
 """What Megatron's own loader refuses: the index is complete without it, and every tensor is checked against that."""
 
+
+_SAYING = (dcp.METADATA_FILE, dcp.BACKEND_FILE, COMMON_FILE)
 
 EVERY = 1 << 30
 """Names of damaged parts that are told: all of them."""
@@ -64,6 +68,8 @@ class Opened:
 
 def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) -> Opened:
     """Read all indexes and refuse, with everything that is wrong, what is no whole Megatron model."""
+    side_folder = find_side_folder(archive, options)
+    before = {**stamps_of(archive), **stamps(side_paths(side_folder, crowded=side_folder == archive))}
     source = dcp.open_(archive, named=EVERY)
     tensors = {name: t for name, t in source.tensors.items() if source.part_of(name) == "model"}
     adapters = {name: t for name, t in source.tensors.items() if source.part_of(name) == "adapter"}
@@ -73,7 +79,6 @@ def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) ->
     check_choice(source.root, adapters, tensors, options)
     if not tensors:
         raise _no_weights(source)
-    side_folder = find_side_folder(archive, options)
     config, faults = read_side_config(side_folder, given=options.hf_config is not None)
     if faults and side_folder is not None:
         hint = faults[0].hint or "Mend it, or give the one of the model that was trained: --hf-config DIR."
@@ -89,15 +94,14 @@ def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) ->
         side_folder=side_folder,
         side=find_side_files(side_folder, config, crowded=side_folder == archive),
         notes=(*notes, *(p for p in problems if p.severity == "note" and p.code != "unknown-file")),
-        stamps=stamps_of(archive, used),
+        stamps=before,
         adapters=adapters,
     )
 
 
-def stamps_of(root: Path, tensors: Iterable[TensorInfo]) -> Stamps:
-    """Return size and time of the index and of every data file that holds a part of the model."""
-    files = {piece.place.file for tensor in tensors for piece in tensor.pieces}
-    return stamps(root / name for name in (dcp.METADATA_FILE, *sorted(files)))
+def stamps_of(root: Path) -> Stamps:
+    """Return size and time of the index, of what is said beside it, and of every data file."""
+    return stamps(root / name for name in os.listdir(root) if name in _SAYING or name.endswith(".distcp"))
 
 
 def _overlaps(tensors: Iterable[TensorInfo]) -> Iterator[Problem]:

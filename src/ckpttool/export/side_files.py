@@ -57,6 +57,16 @@ def find_side_files(folder: Path | None, config: ModelConfig | None, *, crowded:
     return SideFiles(copied, left, tuple(_missing({file.name for file in copied}, config)))
 
 
+def side_paths(folder: Path | None, *, crowded: bool = False) -> list[Path]:
+    """Return where :func:`find_side_files` looks by their names, and the config: what must not change meanwhile."""
+    try:
+        names = _names(folder) if folder is not None else []
+    except OSError:  # told of by whoever reads it
+        return []
+    taken = (name for name in names if _TAKEN.fullmatch(name) and (not crowded or is_side_file(name)))
+    return [Path(str(folder), name) for name in taken if not _WEIGHTS.fullmatch(name)]
+
+
 def _taken(folder: Path, name: str) -> SideFile | None:
     """Return a file to copy; ``None`` for weights, for what we do not know, for what is no readable regular file."""
     if not _TAKEN.fullmatch(name) or _WEIGHTS.fullmatch(name):

@@ -33,8 +33,9 @@ def stamps(paths: Iterable[Path]) -> Stamps:
     return found
 
 
-def check_unchanged(root: Path, before: Stamps, now: Stamps) -> None:
-    """Raise :class:`BrokenCheckpoint` when a source has been written to since it was opened."""
+def check_unchanged(root: Path, before: Stamps) -> None:
+    """Raise :class:`BrokenCheckpoint` when a file has been written to, replaced or removed since before it was read."""
+    now = stamps(before)
     changed = [path.name for path, stamp in before.items() if now.get(path) != stamp]
     if changed:
         raise BrokenCheckpoint(

@@ -22,7 +22,7 @@ from ckpttool.formats.hf import ADAPTER_CONFIG
 from ckpttool.inspection.search import model_directory
 from ckpttool.merging import planning
 from ckpttool.merging.adapting import Weights, adapt, is_adapted, plain_weights
-from ckpttool.merging.opening import Opened, checked_options, find_folders, open_save, stamps_now
+from ckpttool.merging.opening import Opened, checked_options, find_folders, open_save
 from ckpttool.merging.replicas import compare_copies
 from ckpttool.merging.result import Copies, Merge, Mismatch, Options
 from ckpttool.merging.serving import served_note, sizes_of
@@ -60,7 +60,7 @@ def merge(path: Path, output: Path, options: Options, ready: Ready = lambda _tot
             checked.plan,
             weights.sources,
             opened.source.root,
-            lambda: check_unchanged(opened.source.root, opened.stamps, stamps_now(opened)),
+            lambda: check_unchanged(opened.source.root, opened.stamps),
         )
 
     return run(output, folders, options, prepare, ready, started)

@@ -59,5 +59,5 @@ def _from_anywhere(tensor: TensorInfo, folder: Path) -> TensorInfo:
 
 
 def stamps_of(folder: Path) -> Stamps:
-    """Return size and time of every file of weights."""
-    return stamps(folder / name for name in hf.weight_files(path.name for path in folder.iterdir()))
+    """Return size and time of the config and of every file of weights."""
+    return stamps(folder / name for name in (hf.CONFIG, *hf.weight_files(path.name for path in folder.iterdir())))

@@ -7,20 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckpttool import layout
 from ckpttool.adapters.settings import check_alpha
 from ckpttool.errors import BrokenCheckpoint, Problem, Severity, UsageError
 from ckpttool.export.config import Edits, ModelConfig, read_side_config
 from ckpttool.export.running import check_names, with_torch_dtype
-from ckpttool.export.side_files import SideFiles, find_side_files
+from ckpttool.export.side_files import SideFiles, find_side_files, side_paths
 from ckpttool.export.ties import Tie
 from ckpttool.export.writing import Stamps, give_back, stamps
 from ckpttool.formats import fsdp
 from ckpttool.formats.findings import listing
+from ckpttool.formats.hf import ADAPTER_CONFIG
 from ckpttool.formats.shardfiles import is_model_shard, scan
 from ckpttool.merging import planning
 from ckpttool.merging.adapting import plain_weights
 from ckpttool.merging.basing import Base, read_base
-from ckpttool.merging.basing import stamps_of as base_stamps
 from ckpttool.merging.choosing import find_shards, find_side_folder
 from ckpttool.merging.names import unwrap
 from ckpttool.merging.result import Options
@@ -66,10 +67,10 @@ def open_save(folders: tuple[Path, ...], notes: tuple[Problem, ...], options: Op
     """Read all indexes and refuse, with everything that is wrong, what is no whole checkpoint."""
     role, *also = folders
     _check_world_size(folders, options.world_size)
-    before = stamps_of(folders)
+    side_folder = find_side_folder(folders, options)
+    before = {**stamps_of(folders), **stamps(side_paths(side_folder, crowded=side_folder in folders))}
     source = fsdp.open_(role, options.world_size, also=also, kinds=("model",))
     base = read_base(options.base) if options.base is not None else None
-    side_folder = find_side_folder(folders, options)
     names, unwrapped, collisions = unwrap(source.tensors)
     config, config_problems = read_side_config(side_folder, given=options.hf_config is not None)
     tensors = planning.renamed(source.tensors, names)
@@ -142,8 +143,12 @@ def _check_world_size(folders: Sequence[Path], wanted: int | None) -> None:
 
 
 def stamps_of(folders: Iterable[Path]) -> Stamps:
-    """Return size and time of every shard."""
-    return stamps(folder / name for folder in folders for name in os.listdir(folder) if is_model_shard(name))
+    """Return size and time of every shard, and of what is said there of adapters."""
+    names = ((folder, name) for folder in folders for name in os.listdir(folder))
+    return stamps(folder / name for folder, name in names if is_model_shard(name) or name in _OF_ADAPTERS)
+
+
+_OF_ADAPTERS = (ADAPTER_CONFIG, layout.LORA_META)
 
 
 _MISSING = "rank-missing"
@@ -180,9 +185,3 @@ def _refuse(role: Path, source: fsdp.FsdpSource, problems: Sequence[Problem]) ->
             code="broken-source",
             problems=faults,
         )
-
-
-def stamps_now(opened: Opened) -> Stamps:
-    """Return size and time of everything that weights are read from, as they are now."""
-    base = base_stamps(opened.base.folder) if opened.base is not None else {}
-    return {**stamps_of(opened.folders), **base}
