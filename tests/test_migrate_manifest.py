@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from ckpttool import __version__, layout
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
+from ckpttool.formats import jsonfile, torchzip
 from ckpttool.inspection import inspect
 from tests import builders
 from tests.conftest import Call
@@ -171,3 +172,17 @@ def test_not_a_checkpoint_is_no_migration(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint):
         move(tmp_path)
     assert outcome(tmp_path) == {}
+
+
+def test_what_was_checked_is_what_is_told(role: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that could be read once is not read again: the second time a disk may fail, and nobody would look."""
+    reads: list[str] = []
+    read_range = torchzip.read_range
+
+    def counted(path: Path, offset: int, length: int) -> bytes:
+        reads.append(path.parent.name + "/" + path.name)
+        return read_range(path, offset, length)
+
+    monkeypatch.setattr(jsonfile, "read_range", counted)
+    only(role, dry_run=True)
+    assert reads.count("huggingface/config.json") == 1

@@ -25,7 +25,7 @@ from ckpttool.migration.plan import plan_role
 from ckpttool.migration.result import Migration, Options, RolePlan
 from ckpttool.migration.role import marks
 from ckpttool.migration.spare import OnlyCopy, only_copies
-from ckpttool.migration.steps import LinkRefused, execute, locked
+from ckpttool.migration.steps import LinkRefused, SourceChanged, execute, locked
 from ckpttool.migration.trees import condition, filled, flat
 
 __all__ = ["Migration", "Options", "migrate"]
@@ -216,7 +216,7 @@ def _carry_out(role: Path, plan: RolePlan, options: Options, progress: Progress)
         other = replace(options, mode=options.fallback, fallback=None)
         again = _carry_out(role, plan_role(role, other), other, progress)
         return replace(again, notes=(*again.notes, f"{refused.message}; went on with --fallback {options.fallback}"))
-    except CannotWrite:
+    except (CannotWrite, SourceChanged):
         _step_back(role, plan)
         raise
     except OnlyCopy:

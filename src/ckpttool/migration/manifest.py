@@ -84,16 +84,22 @@ def earlier_text(manifest: Mapping[str, Any]) -> str | None:
 
 
 def compose(
-    role: Path, found: Mapping[str, Any], trees: Collection[str], parts: Collection[str], ranks: int, mode: str
+    role: Path,
+    found: Mapping[str, Any],
+    trees: Collection[str],
+    parts: Collection[str],
+    ranks: int,
+    mode: str,
+    source: hf.HfSource | None,
 ) -> dict[str, Any]:
     """Return the manifest of a migrated role. ``parts`` are those of the archive, ``ranks`` wrote its data files.
 
-    ``found`` is the manifest that was there: of before the migration, or of an earlier run of it.
+    ``found`` is the manifest that was there: of before the migration, or of an earlier run of it; ``source`` are the
+    Hugging Face files.
     """
     kept = _kept(role, found)
     earlier = kept.get(BEFORE, {})
     text = _migration(kept).get(_BEFORE_TEXT)
-    source = _huggingface(role)
     weights = bool(source and source.weights)
     known = {
         "schema_version": layout.SCHEMA_VERSION,
@@ -143,13 +149,6 @@ def _said_before(earlier: Mapping[str, Any]) -> dict[str, Any]:
 def render(manifest: Mapping[str, Any]) -> str:
     """Return the text of a manifest, in the form that verl writes."""
     return json.dumps(manifest, indent=2, sort_keys=True)
-
-
-def _huggingface(role: Path) -> hf.HfSource | None:
-    for where in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE):
-        if (role / where).is_dir() and any((role / where).iterdir()):
-            return hf.open_(role / where)
-    return None
 
 
 def _architecture(source: hf.HfSource | None) -> str | None:

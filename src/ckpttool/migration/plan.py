@@ -146,7 +146,7 @@ def _with_moved(role: Role, trees: Iterable[str]) -> tuple[str, ...]:
 
 def _manifest(role: Role, trees: Iterable[str], mode: str) -> dict[str, Any]:
     ranks = role.archive.ranks if role.archive else 0
-    return manifests.compose(role.path, role.manifest, tuple(trees), role.parts, ranks, mode)
+    return manifests.compose(role.path, role.manifest, tuple(trees), role.parts, ranks, mode, role.huggingface)
 
 
 def _changes(
@@ -164,6 +164,8 @@ def _making(
     for tree, source in trees.items():
         yield from _building(role, f"{NEW}/{flat(tree)}", source, mode)
     yield from (do.Sync(NEW), do.WriteFile(NEW_MANIFEST, manifest), do.Sync(STAGING))
+    if mode != "symlink":
+        yield from (do.RequireWhole(f"{NEW}/{flat(tree)}", source) for tree, source in trees.items())
     if "partial" in found.values():
         yield do.MakeDirectory(OLD)
     for tree in (tree for tree in found if tree not in trees):

@@ -33,6 +33,7 @@ class Role:
     marks: tuple[tuple[str, int, int], ...] = ()
     remains: bool = False
     archive: dcp.DcpSource | None = None
+    huggingface: hf.HfSource | None = None
     parts: set[str] = field(default_factory=set)
     reasons: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -103,7 +104,9 @@ def look(path: Path) -> Role:
         role.reasons += _errors(role.archive.root.relative_to(path).as_posix(), role.archive.problems)
     for where in (layout.V1_HUGGINGFACE, layout.HUGGINGFACE):
         if filled(path / where):
-            role.reasons += _errors(where, hf.open_(path / where).problems)
+            found = hf.open_(path / where)
+            role.reasons += _errors(where, found.problems)
+            role.huggingface = role.huggingface or found
     _refuse_links(role)
     other = foreign.detect(path)
     if other is not None and other.kind == "adapter-checkpoint":

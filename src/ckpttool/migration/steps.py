@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpttool.errors import CannotWrite
+from ckpttool.errors import BrokenCheckpoint, CannotWrite
 from ckpttool.migration.spare import require_spare
+from ckpttool.migration.trees import condition
 
 COPY_AT_ONCE = 1 << 30
 
@@ -77,6 +78,14 @@ class RemoveEmpty:
 
 
 @dataclass(frozen=True, slots=True)
+class RequireWhole:
+    """Stop unless a tree that was built is what its source is now."""
+
+    path: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequireSpare:
     """Stop unless all bytes that lie aside in the staging directory are elsewhere in the role too."""
 
@@ -118,6 +127,7 @@ Step = (
     | Move
     | Sync
     | RemoveEmpty
+    | RequireWhole
     | RequireSpare
     | RemoveNames
     | RemoveLink
@@ -130,11 +140,23 @@ class LinkRefused(CannotWrite):
     """The system refused a hard or symbolic link; which file and why is in the message."""
 
 
+class SourceChanged(BrokenCheckpoint):
+    """Somebody wrote to the source of a tree while that was built."""
+
+    def __init__(self, role: Path, source: str) -> None:
+        super().__init__(
+            f"{role}: {source} changed while it was linked or copied; no tree was made of it",
+            hint="Is a training run saving here? Wait until it is done, then run the same command again.",
+            code="changed-meanwhile",
+        )
+
+
 def execute(role: Path, steps: tuple[Step, ...], progress: Callable[[int], None] = lambda _bytes: None) -> None:
     """Carry out the steps in order. ``progress`` is told bytes as they are copied.
 
     Raises :class:`LinkRefused` when a link is refused, :class:`~ckpttool.migration.spare.OnlyCopy` before the last copy
-    of some bytes would be deleted, :class:`CannotWrite` for everything else that fails.
+    of some bytes would be deleted, :class:`SourceChanged` before a tree would be of two saves, :class:`CannotWrite` for
+    everything else that fails.
     """
     for step in steps:
         try:
@@ -175,7 +197,7 @@ def _one(role: Path, step: Step, progress: Callable[[int], None]) -> None:  # no
             _link(role / source, role / target, names)
         case CopyFiles(source, target, names):
             for name in names:
-                _copy(role / source / name, role / target / name, progress)
+                _copy(role, f"{source}/{name}", role / target / name, progress)
         case LinkDirectory(path, to):
             os.symlink(to, role / path, target_is_directory=True)  # noqa: PTH211
         case Move(source, target):
@@ -185,6 +207,9 @@ def _one(role: Path, step: Step, progress: Callable[[int], None]) -> None:  # no
         case RemoveEmpty(path):
             if (role / path).is_dir():
                 os.rmdir(role / path)  # noqa: PTH106
+        case RequireWhole(path, source):
+            if condition(role, path, source) != "whole":
+                raise SourceChanged(role, f"{source}/")
         case RequireSpare():
             require_spare(role)
         case RemoveNames(path):
@@ -219,14 +244,15 @@ def _directory(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _copy(source: Path, target: Path, progress: Callable[[int], None]) -> None:
+def _copy(role: Path, source: str, target: Path, progress: Callable[[int], None]) -> None:
     """Copy inside the kernel where it can, which shares blocks on file systems that are able to."""
-    reading = os.open(source, os.O_RDONLY)
+    reading = os.open(role / source, os.O_RDONLY)
     try:
         info = os.fstat(reading)
         writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.st_mode & 0o777)
         try:
-            _copy_bytes(reading, writing, info.st_size, progress)
+            if not _copy_bytes(reading, writing, info.st_size, progress):
+                raise SourceChanged(role, source)
             os.fchmod(writing, info.st_mode & 0o7777)
             os.utime(writing, ns=(info.st_atime_ns, info.st_mtime_ns))
             os.fsync(writing)
@@ -236,7 +262,8 @@ def _copy(source: Path, target: Path, progress: Callable[[int], None]) -> None:
         os.close(reading)
 
 
-def _copy_bytes(reading: int, writing: int, size: int, progress: Callable[[int], None]) -> None:
+def _copy_bytes(reading: int, writing: int, size: int, progress: Callable[[int], None]) -> bool:
+    """Copy so many bytes; ``False`` where there are fewer now."""
     done = 0
     in_kernel = hasattr(os, "copy_file_range")
     while done < size:
@@ -251,12 +278,13 @@ def _copy_bytes(reading: int, writing: int, size: int, progress: Callable[[int],
         if not moved:
             block = os.pread(reading, 8 << 20, done)
             if not block:
-                raise OSError(0, "the source became shorter")
+                return False
             moved = os.pwrite(writing, block, done)
             os.lseek(reading, done + moved, os.SEEK_SET)
             os.lseek(writing, done + moved, os.SEEK_SET)
         done += moved
         progress(moved)
+    return True
 
 
 _NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
