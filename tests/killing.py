@@ -37,7 +37,7 @@ KILLED = 9
 PIECE = 1000
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.killing"])
+_SERVER.set_forkserver_preload(["tests.killing", "tests.campaign.children"])
 
 
 def killed(role: Path, options: dict[str, Any], at: int, *, before: bool) -> bool:
