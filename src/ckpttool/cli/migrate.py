@@ -57,7 +57,7 @@ def migrate(
     session.begin("migrate", json=json, color=check_color(color))
     session.when_stopped = "stopped; the names of layout v1 are safe: the same command finishes, --undo takes it back"
     from ckpttool.migration import Options, migrate
-    from ckpttool.migration.result import MODES
+    from ckpttool.migration.names import MODES
     from ckpttool.render.migration import show_migration
     from ckpttool.render.terminal import envelope, progress
 

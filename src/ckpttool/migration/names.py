@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from ckpttool import layout
+
+Mode = Literal["hardlink", "symlink", "copy"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+"""How a tree gets the files of another one."""
 
 TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
 V1_NAMES = (layout.V1_ARCHIVE, layout.V1_HUGGINGFACE)

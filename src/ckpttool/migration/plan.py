@@ -12,8 +12,8 @@ from ckpttool.formats import fsdp, shardfiles
 from ckpttool.inspection import megatron
 from ckpttool.migration import manifest as manifests
 from ckpttool.migration import steps as do
-from ckpttool.migration.names import GONE, NEW, NEW_MANIFEST, OLD, STAGING, TREES, V1, V1_NAMES
-from ckpttool.migration.result import Action, Mode, Options, RolePlan, TreeChange
+from ckpttool.migration.names import GONE, NEW, NEW_MANIFEST, OLD, STAGING, TREES, V1, V1_NAMES, Mode
+from ckpttool.migration.result import Action, Options, RolePlan, TreeChange
 from ckpttool.migration.role import Role, look
 from ckpttool.migration.trees import Condition, condition, filled, flat, kinship, leans_on, wanted
 from ckpttool.migration.undoing import plan_undo

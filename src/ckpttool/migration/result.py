@@ -6,10 +6,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ckpttool.errors import Problem
+from ckpttool.migration.names import Mode
 from ckpttool.migration.steps import Step
-
-Mode = Literal["hardlink", "symlink", "copy"]
-MODES: tuple[Mode, ...] = ("hardlink", "symlink", "copy")
 
 Action = Literal["migrate", "finish", "adopt", "remove v1", "undo", "nothing", "leave", "refuse"]
 """``finish`` completes what was interrupted, ``adopt`` gives a directory that verl's script migrated its manifest."""

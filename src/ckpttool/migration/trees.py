@@ -7,15 +7,13 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ckpttool import layout
 from ckpttool.formats import dcp
 from ckpttool.formats.dcpkeys import part_of
+from ckpttool.migration.names import Mode
 from ckpttool.migration.sameness import is_copy, same_bytes
-
-if TYPE_CHECKING:
-    from ckpttool.migration.result import Mode
 
 Condition = Literal["absent", "empty", "whole", "partial", "foreign", "absolute link", "dangling link"]
 """How a tree of v2 compares with its source: ``foreign`` holds a file that is not the source's."""
