@@ -8,23 +8,26 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit, Option
 
-from ckpttool.cli.complete import of_words
 from ckpttool.cli.exporting import carry_out
 from ckpttool.cli.options import (
+    PRODUCERS,
     AllowExtra,
     AllowMissing,
     AllowOverflow,
+    Arch,
     Architecture,
     Color,
     DryRun,
     Dtype,
     Force,
+    FuseLora,
     HfConfig,
     Json,
     Like,
     LoraAlpha,
     MaxShardSize,
     NoProgress,
+    Producer,
     Quiet,
     Role,
     Step,
@@ -40,8 +43,6 @@ from ckpttool.cli.options import (
 from ckpttool.cli.session import Session
 from ckpttool.errors import UsageError
 
-PRODUCERS = ("auto", "nvidia", "swift")
-
 
 def to_hf(
     ctx: Context,
@@ -55,29 +56,11 @@ def to_hf(
     like: Like = None,
     allow_missing: AllowMissing = None,
     allow_extra: AllowExtra = None,
-    arch: Annotated[
-        str | None, Option("--arch", metavar="NAME", help="Which weight map, whatever config.json says.")
-    ] = None,
+    arch: Arch = None,
     architecture: Architecture = None,
-    producer: Annotated[
-        str,
-        Option(
-            "--producer",
-            metavar="|".join(PRODUCERS),
-            help="Who ordered the rows of a gated attention: Megatron-Core and its bridges, or ms-swift.",
-            autocompletion=of_words(PRODUCERS),
-        ),
-    ] = "auto",
+    producer: Producer = "auto",
     no_mtp: Annotated[bool, Option("--no-mtp", help="Leave multi-token prediction out of weights and config.")] = False,
-    lora: Annotated[
-        str | None,
-        Option(
-            "--lora",
-            metavar="fuse",
-            help="Of a PEFT model: a whole model with the adapter in its weights.",
-            autocompletion=of_words(("fuse",)),
-        ),
-    ] = None,
+    lora: FuseLora = None,
     lora_alpha: LoraAlpha = None,
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
@@ -139,7 +122,7 @@ def to_hf(
         allow_extra=tuple(allow_extra or ()),
         arch=arch,
         architecture=architecture,
-        producer=one_of("--producer", producer, PRODUCERS),
+        producer=one_of("--producer", producer or PRODUCERS[0], PRODUCERS),
         mtp=not no_mtp,
         lora=None if lora is None else one_of("--lora", lora, WAYS),
         lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),

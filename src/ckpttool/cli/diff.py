@@ -10,12 +10,17 @@ from typing import Annotated
 from typer import Argument, Context, Exit, Option
 
 from ckpttool.cli.options import (
+    FUSE,
+    PRODUCERS,
+    Arch,
     Color,
     Force,
+    FuseLora,
     HfConfig,
     Json,
     LoraAlpha,
     NoProgress,
+    Producer,
     Quiet,
     Role,
     Step,
@@ -29,7 +34,6 @@ from ckpttool.cli.options import (
 from ckpttool.errors import UsageError
 
 _ULPS = re.compile(r"([0-9]{1,9})\s*ulps?", re.IGNORECASE | re.ASCII)
-FUSE = ("fuse",)
 
 
 def diff(
@@ -62,15 +66,9 @@ def diff(
     step: Step = None,
     role: Role = None,
     hf_config: HfConfig = None,
-    arch: Annotated[
-        str | None, Option("--arch", metavar="NAME", help="Megatron: which weight map, whatever config.json says.")
-    ] = None,
-    producer: Annotated[
-        str | None, Option("--producer", metavar="auto|nvidia|swift", help="Megatron: who wrote gated attention.")
-    ] = None,
-    lora: Annotated[
-        str | None, Option("--lora", metavar="fuse", help="Compare the model with its adapters fused into it.")
-    ] = None,
+    arch: Arch = None,
+    producer: Producer = None,
+    lora: FuseLora = None,
     lora_alpha: LoraAlpha = None,
     threads: Annotated[
         str | None, Option("--threads", metavar="N", help="Tensors compared at the same time. Default: a core each.")
@@ -111,7 +109,7 @@ def diff(
         everything=everything,
         hf_config=hf_config,
         arch=arch,
-        producer=producer,
+        producer=None if producer is None else one_of("--producer", producer, PRODUCERS),
         lora=None if lora is None else one_of("--lora", lora, FUSE),
         lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
         threads=every_core() if threads is None else count_of("--threads", threads),

@@ -82,7 +82,29 @@ AllowExtra = Annotated[
     Option("--allow-extra", metavar="NAME", help="With --like: names (or NAM*) that it need not have."),
 ]
 
+Arch = Annotated[str | None, Option("--arch", metavar="NAME", help="Which weight map, whatever config.json says.")]
+PRODUCERS = ("auto", "nvidia", "swift")
+Producer = Annotated[
+    str | None,
+    Option(
+        "--producer",
+        metavar="|".join(PRODUCERS),
+        help="Who ordered the rows of a gated attention: Megatron-Core and its bridges, or ms-swift.",
+        autocompletion=of_words(PRODUCERS),
+    ),
+]
+
 LORA = ("fuse", "adapter", "both")
+FUSE = ("fuse",)
+FuseLora = Annotated[
+    str | None,
+    Option(
+        "--lora",
+        metavar="fuse",
+        help="Of a PEFT model: a whole model with the adapter in its weights.",
+        autocompletion=of_words(FUSE),
+    ),
+]
 LoraAlpha = Annotated[
     str | None, Option("--lora-alpha", metavar="NUMBER", help="The alpha of the adapter, where no file says it.")
 ]

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Context, Exit, Option
 
 from ckpttool.cli.options import (
+    FUSE,
+    PRODUCERS,
+    Arch,
     Color,
     Force,
+    FuseLora,
     HfConfig,
     Json,
     LoraAlpha,
     NoProgress,
+    Producer,
     Quiet,
     Role,
     Step,
@@ -55,13 +60,9 @@ def verify(
         str | None, Option("--against", metavar="SOURCE", help="Prove that it is what a conversion of SOURCE writes.")
     ] = None,
     hf_config: HfConfig = None,
-    arch: Annotated[str | None, Option("--arch", metavar="NAME", help="With --against: which weight map.")] = None,
-    producer: Annotated[
-        str | None, Option("--producer", metavar="auto|nvidia|swift", help="With --against: who wrote the source.")
-    ] = None,
-    lora: Annotated[
-        str | None, Option("--lora", metavar="fuse", help="With --against: adapters of the source are fused.")
-    ] = None,
+    arch: Arch = None,
+    producer: Producer = None,
+    lora: FuseLora = None,
     lora_alpha: LoraAlpha = None,
     force: Force = False,
     step: Step = None,
@@ -100,8 +101,8 @@ def verify(
         against=against,
         hf_config=hf_config,
         arch=arch,
-        producer=producer,
-        lora=None if lora is None else one_of("--lora", lora, ("fuse",)),
+        producer=None if producer is None else one_of("--producer", producer, PRODUCERS),
+        lora=None if lora is None else one_of("--lora", lora, FUSE),
         lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
         force=force,
         threads=every_core() if threads is None else count_of("--threads", threads),
