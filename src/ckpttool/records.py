@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from ckpttool.errors import BrokenCheckpoint
-from ckpttool.tensors import DTYPE_BITS, Index
+from ckpttool.tensors import DTYPE_BITS, MOST_DIMENSIONS, Index
 from ckpttool.unpickle import Record, said
 
 _STORAGE_DTYPES = {
@@ -131,7 +131,7 @@ _REBUILT = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor")
 
 @lru_cache(maxsize=1 << 14)
 def _is_shape(*sizes: object) -> bool:
-    return all(type(n) is int and 0 <= n < 1 << 63 for n in sizes)
+    return len(sizes) <= MOST_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in sizes)
 
 
 def shape_of(value: object) -> Index:

@@ -18,6 +18,9 @@ Index = tuple[int, ...]
 Box = tuple[Index, Index]
 """Offset and size in every dimension, in the coordinates of the whole tensor."""
 
+MOST_DIMENSIONS = 1000
+"""Dimensions of a tensor that are read; the product of more may be a number that takes minutes to work out."""
+
 MOST_COMPARISONS = 5_000_000
 """Comparisons of boxes that an irregular tiling may cost; no real checkpoint needs them."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats import torchzip
 from ckpttool.formats.jsonfile import parse_json
-from ckpttool.tensors import DTYPE_BITS, Index, Piece, Place, TensorInfo, Wrap, dtype_bytes
+from ckpttool.tensors import DTYPE_BITS, MOST_DIMENSIONS, Index, Piece, Place, TensorInfo, Wrap, dtype_bytes
 
 HEADER_MOST = 100_000_000  # the safetensors library's own limit
 
@@ -109,7 +109,7 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> TensorInfo:
         dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
         first, last = value["data_offsets"]
         wanted = dtype_bytes(dtype, 1)
-        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+        if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 128 for n in (*shape, first, last)):
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(f"{path.name}: the header entry of {name} is damaged", code="bad-header") from error
