@@ -25,6 +25,7 @@ from ckpttool.formats.shardfiles import (
     CONFIG_FILE,
     KINDS,
     ShardFiles,
+    Sizes,
     check_files,
     check_twice,
     choose_world_size,
@@ -109,10 +110,11 @@ def open_(
     unread: set[tuple[str, int]] = set()
     meshes: list[Mesh] = []
     read = []
+    sizes = Sizes(path, files.ranks("model", size).values())
     for rank, name in files.ranks("model", size).items():
         tell(f"{path.name}/{name}")
         try:
-            _read_rank(path, name, rank, held, unread, meshes, found)
+            _read_rank(path, name, rank, held, unread, meshes, found, sizes)
             read.append(rank)
         except Refused:
             raise
@@ -204,8 +206,9 @@ def _read_rank(
     unread: set[tuple[str, int]],
     meshes: list[Mesh],
     found: Findings,
+    sizes: Sizes,
 ) -> None:
-    archive = open_shard(root / name)
+    archive = open_shard(root / name, sizes)
     reader = RankReader(archive, rank, name)
     others = []
     state = _state(archive)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import filecmp
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -193,12 +194,12 @@ def _no_model(files: ShardFiles, world_size: int) -> Problem:
 
 def _check_archives(path: Path, names: Mapping[int, str], found: Findings) -> None:
     """Look at the zip directory only: optimizer and RNG states are never unpickled."""
-    for rank, name in names.items():
+    sizes = Sizes(path, names.values())
+    for name in names.values():
         try:
             torchzip.open_archive(path / name)
         except CkpttoolError as error:
-            others = {torchzip.file_size(path / n) for r, n in names.items() if r != rank and (path / n).is_file()}
-            found.problems.append(_damage(error, name, others))
+            found.problems.append(_damage(error, name, sizes.beside(name)))
 
 
 def _damage(error: CkpttoolError, name: str, others: set[int]) -> Problem:
@@ -230,16 +231,34 @@ def _same_file(one: Path, other: Path) -> bool:
     return entries == others and (recorded or filecmp.cmp(one, other, shallow=False))
 
 
-def open_shard(path: Path) -> torchzip.TorchZip:
+DISTINCT_MOST = 1000
+"""Sizes of files beside a damaged one from which on they say nothing about it."""
+
+
+class Sizes:
+    """The sizes of the files of one set: looked up once, when the first of them turns out to be damaged."""
+
+    def __init__(self, path: Path, names: Iterable[str]) -> None:
+        self._path, self._names = path, names
+        self._found: dict[str, int] | None = None
+        self._counts: Counter[int] = Counter()
+
+    def beside(self, name: str) -> set[int]:
+        """Return the sizes, in bytes, of the other files; nothing where a thousand of them differ."""
+        if self._found is None:
+            paths = {name: self._path / name for name in self._names}
+            self._found = {name: torchzip.file_size(path) for name, path in paths.items() if path.is_file()}
+            self._counts.update(self._found.values())
+        if len(self._counts) > DISTINCT_MOST:
+            return set()
+        own = self._found.get(name)
+        return {size for size, count in self._counts.items() if size != own or count > 1}
+
+
+def open_shard(path: Path, sizes: Sizes) -> torchzip.TorchZip:
     """Index one rank's file; the error for a damaged one has the sizes of the other ranks' files in it."""
     try:
         return torchzip.open_archive(path)
     except BrokenCheckpoint as error:
-        match = SHARD_FILE.fullmatch(path.name)
-        others = {
-            torchzip.file_size(p)
-            for p in path.parent.glob(f"model_world_size_{match[2] if match else '*'}_rank_*.pt")
-            if p != path and p.is_file()
-        }
-        problem = _damage(error, path.name, others)
+        problem = _damage(error, path.name, sizes.beside(path.name))
         raise BrokenCheckpoint(problem.message, hint=problem.hint, code=problem.code) from error
