@@ -8,8 +8,11 @@ from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.adapters.found import summary, take_apart
+from ckpttool.errors import CkpttoolError
 from ckpttool.formats import fsdp
 from ckpttool.formats.findings import OTHER_NODES, counted, ranges
+from ckpttool.formats.hf import CONFIG
+from ckpttool.formats.jsonfile import read_object
 from ckpttool.formats.shardfiles import CONFIG_FILE
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta, small_object
 from ckpttool.inspection.draft import Draft
@@ -46,6 +49,7 @@ def inspect_fsdp(path: Path, evidence: tuple[str, ...]) -> Draft:
     add_lora_meta(draft)
     _add_adapters(draft, source)
     add_dataloader(draft)
+    _check_config(draft)
     _add_huggingface(draft, f"the weights are in {counted(len(present), 'FSDP shard')}")
     return draft
 
@@ -65,6 +69,15 @@ def _ranks(source: fsdp.FsdpSource, present: Iterable[int], placements: Counter[
     mesh = dict(zip(source.mesh.names, source.mesh.shape, strict=True)) if source.mesh else {}
     missing = source.files.missing("model", source.world_size)
     return Ranks(source.world_size, tuple(sorted(present)), tuple(missing), mesh, dict(placements))
+
+
+def _check_config(draft: Draft) -> None:
+    """Report a config beside the shards, where accelerate's users have it, that mergers could not read."""
+    if (draft.path / CONFIG).is_file():
+        try:
+            read_object(draft.path / CONFIG)
+        except CkpttoolError as error:
+            draft.fault(error.code, error.message, path=CONFIG, hint=error.hint)
 
 
 def inspect_fsdp_remains(path: Path) -> Draft:
