@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ckpttool import layout
 from ckpttool.inspection import megatron
@@ -28,6 +30,7 @@ def plan_undo(role: Role) -> RolePlan:
         role.reasons.clear()
         return role.plan(megatron.V1, "verl Megatron role directory, layout v1", "nothing")
     back = dict(_bringing_back(role, trees))
+    _check_depth(role, trees)
     _check(role, trees, back)
     changes = tuple(
         role.change(tree, "", f"becomes {back[tree]}/ again" if tree in back else "removed") for tree in trees
@@ -87,6 +90,23 @@ def _check(role: Role, trees: list[str], back: dict[str, str]) -> None:
             role.refuse_strangers(tree, source)
         elif not _is_link(role, tree) and leans_on(role.path / source, role.path / tree):
             role.refuse("linked-tree", f"{source}/ holds symbolic links into {tree}/, which would go", source)
+
+
+def _check_depth(role: Role, trees: list[str]) -> None:
+    for tree in trees:
+        if not _is_link(role, tree) and _too_deep(role.path / tree):
+            role.refuse("too-deep", f"{tree}/ holds paths that are too long to be moved or compared", tree)
+
+
+PATH_LONGEST = 3500
+"""Bytes of a directory's path from which on what lies in it may have no path where it is moved to."""
+
+
+def _too_deep(path: Path) -> bool:
+    """Tell whether directories below cannot be walked: what begins to move has to arrive."""
+    errors: list[OSError] = []
+    longest = max((len(os.fsencode(folder)) for folder, _, _ in os.walk(path, onerror=errors.append)), default=0)
+    return longest > PATH_LONGEST or any(error.errno == errno.ENAMETOOLONG for error in errors)
 
 
 def _undoing(
