@@ -220,6 +220,10 @@ def _manifest(manifest: Manifest, narrow: bool) -> RenderableType:
     return Group(grid, table) if manifest.trees else grid
 
 
+COLUMN_MOST = 200
+"""Characters that a column of tensors is wide at most: one name of a megabyte is no reason to fill up all others."""
+
+
 def _show_tensors(rows: Sequence[TensorRow], out: Console) -> None:
     """Print one line a tensor, uncut: this is what people grep."""
     lines = [
@@ -232,7 +236,7 @@ def _show_tensors(rows: Sequence[TensorRow], out: Console) -> None:
         )
         for row in rows
     ]
-    widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
+    widths = [min(max((len(line[i]) for line in lines), default=0), COLUMN_MOST) for i in range(4)]
     out.print()
     for name, dtype, shape, count, placement in lines:
         text = f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}  {placement}"

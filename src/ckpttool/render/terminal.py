@@ -32,7 +32,7 @@ PATIENCE = 0.5
 WIDE = 110
 """Columns from which tables show everything."""
 
-_TRAILING = re.compile(r" +\n")
+_TRAILING = re.compile(r"(?<! ) +\n")  # looked for once a run of spaces, however long it is
 
 
 def console(file: TextIO | None = None, color: str = "auto") -> Console:
