@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpttool.migration.result import Action, Migration, Options, RolePlan
-from ckpttool.render.terminal import clean, new_table, show_next, show_problem, shown_path, size
+from ckpttool.render.terminal import clean, new_table, print_each, show_next, shown_path, size
 
 
 def show_migration(result: Migration, out: Console, *, quiet: bool = False) -> None:
@@ -23,8 +23,7 @@ def show_migration(result: Migration, out: Console, *, quiet: bool = False) -> N
         out.print(_migration_line(plan, done=result.done))
         if plan.trees and plan.action not in ("leave", "refuse"):
             out.print(Padding(_tree_table(plan), (0, 0, 0, 2), expand=False))
-        for reason in plan.reasons:
-            out.print(Padding(show_problem(reason), (0, 0, 0, 2), expand=False))
+        print_each(plan.reasons, out, indent=2)
         for note in plan.notes:
             out.print(Text(f"  - {clean(note)}"))
     counts = Counter(plan.action for plan in result.roles)

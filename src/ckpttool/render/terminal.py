@@ -86,9 +86,7 @@ def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) 
 def show_error(error: CkpttoolError, out: Console) -> None:
     """Print one line of fact, every reason, and one line of hint."""
     out.print(Text("error: ", "bold red") + Text(clean(near(error.message))), soft_wrap=True)
-    for problem, following in zip_longest(error.problems, error.problems[1:]):
-        again = following is not None and following.hint == problem.hint  # it is said once, below the last of them
-        out.print(show_problem(replace(problem, hint="") if again else problem))
+    print_each([_unless_said_again(*pair) for pair in zip_longest(error.problems, error.problems[1:])], out)
     if error.table is not None:
         table = new_table(*error.table.columns)
         for row in error.table.rows:
@@ -96,6 +94,11 @@ def show_error(error: CkpttoolError, out: Console) -> None:
         out.print(Padding(table, (0, 0, 0, 2), expand=False))
     if error.hint:
         out.print(Text("hint:  ", "bold") + Text(clean(near(error.hint), lines=True)), soft_wrap=True)
+
+
+def _unless_said_again(problem: Problem, following: Problem | None) -> Problem:
+    """Leave out a hint that the next one has as well: it is said once, below the last of them."""
+    return replace(problem, hint="") if following is not None and following.hint == problem.hint else problem
 
 
 def near(text: str) -> str:
@@ -106,6 +109,8 @@ def near(text: str) -> str:
 
 def clean(text: str, *, lines: bool = False) -> str:
     """Escape what could move the cursor or colour the terminal: names come from untrusted files."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -180,6 +185,9 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
 MOST_PROBLEMS = 1000
 """Problems of one kind that people are shown; programs are given all of them."""
 
+FOLDED_LONGEST = 100_000
+"""Characters from which on a message is not folded into columns: for a million names that takes half a minute."""
+
 
 def show_problems(problems: Sequence[Problem], out: Console) -> None:
     """Print problems, faults before notes."""
@@ -188,14 +196,31 @@ def show_problems(problems: Sequence[Problem], out: Console) -> None:
     counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((faults, "problem"), (notes, "note")) if n]
     out.print()
     out.print(Text(" and ".join(counts).capitalize(), "bold"))
+    print_each(sorted(problems, key=lambda p: p.severity != "error"), out, indent=2)
+
+
+def print_each(problems: Iterable[Problem], out: Console, *, indent: int = 0) -> None:
+    """Print problems one by one: a thousand of a kind, and how many more there are."""
     shown: Counter[str] = Counter()
-    for problem in sorted(problems, key=lambda p: p.severity != "error"):
+    for problem in problems:
         shown[problem.code] += 1
-        if shown[problem.code] <= MOST_PROBLEMS:
-            out.print(Padding(show_problem(problem), (0, 0, 0, 2), expand=False))
+        if shown[problem.code] > MOST_PROBLEMS:
+            continue
+        if len(problem.message) < FOLDED_LONGEST:
+            out.print(Padding(show_problem(problem), (0, 0, 0, indent), expand=False))
+        else:
+            _print_plain(problem, out, " " * indent)
     for code, count in shown.items():
         if count > MOST_PROBLEMS:
-            out.print(Text(f"  and {count - MOST_PROBLEMS:,} more of the kind {code} (--json lists every one)"))
+            more = f"and {count - MOST_PROBLEMS:,} more of the kind {code} (--json lists every one)"
+            out.print(Text(" " * indent + more))
+
+
+def _print_plain(problem: Problem, out: Console, before: str) -> None:
+    """Print a problem in lines that nobody has folded."""
+    out.file.write(f"{before}{'!' if problem.severity == 'error' else '-'} {_said(problem)}\n")
+    if problem.hint:
+        out.file.write(f"{before}  {clean(near(problem.hint))}\n")
 
 
 def show_problem(problem: Problem) -> Table:
@@ -203,12 +228,16 @@ def show_problem(problem: Problem) -> Table:
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    where = "" if not problem.path or problem.path in problem.message else f"{problem.path}: "
     mark = Text("!", "bold red") if problem.severity == "error" else Text("-", "yellow")
-    grid.add_row(mark, Text(clean(near(where + problem.message))))
+    grid.add_row(mark, Text(_said(problem)))
     if problem.hint:
         grid.add_row("", Text(clean(near(problem.hint)), "dim"))
     return grid
+
+
+def _said(problem: Problem) -> str:
+    where = "" if not problem.path or problem.path in problem.message else f"{problem.path}: "
+    return clean(near(where + problem.message))
 
 
 def show_next(lines: Iterable[tuple[str, str]], out: Console) -> None:
