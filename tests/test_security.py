@@ -23,7 +23,7 @@ TEXT = " ".join((ROOT / "SECURITY.md").read_text().split())
         f"a pickle uses at most {unpickle.MOST_NAMES:,} names",
         f"a tuple has at most {opcodes.WEIGHT_LIMIT:,} elements",
         f"a safetensors file has at most {safetensorsfile.HEADER_MOST:,} bytes",
-        f"the pickle of a `.pt` file at most {torchzip.SMALL >> 30} GiB",
+        f"the pickle of a `.pt` file at most {torchzip.SMALL >> 20} MiB",
         f"`.metadata` at most {dcp.METADATA_MOST >> 30} GiB",
         f"other JSON than an index at most {jsonfile.MOST >> 20} MiB",
         f"with exit code {Refused.exit_code}",

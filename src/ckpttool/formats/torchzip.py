@@ -31,8 +31,11 @@ _BEHIND = (0, 12, 16, 20, 24)
 _TAIL = 66_000  # the end record and its longest comment
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46")
 
-SMALL = 1 << 30
-"""Most bytes that a record read whole (``data.pkl``) may have."""
+SMALL = 256 << 20
+"""Most bytes that a record read whole (``data.pkl``) may have: its reader has them up to three times."""
+
+DIRECTORY_MOST = 128 << 20
+"""Most bytes of a directory: those of two million records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ def _central_directory(path: Path, base: int, length: int) -> dict[str, Entry]:
     count, size, offset = _EOCD.unpack_from(tail, end)[4:7]
     if 0xFFFF in (count,) or 0xFFFFFFFF in (size, offset):
         count, size, offset = _zip64_end(path, base, tail, tail_at, end, length)
-    if offset + size > length or count * _CENTRAL.size > size or size > SMALL:
+    if offset + size > length or count * _CENTRAL.size > size or size > DIRECTORY_MOST:
         raise _damaged(path, "its directory lies outside the file")
     if offset >= tail_at:
         directory = tail[offset - tail_at : offset - tail_at + size]
