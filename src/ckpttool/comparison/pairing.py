@@ -7,7 +7,7 @@ training, of the hub), the rules of ``--like`` bring A under those of B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpttool.architectures.slots import PREFIXES, Slot, take_apart
@@ -23,6 +23,7 @@ from ckpttool.errors import BrokenCheckpoint, Problem, Unmapped, UsageError
 from ckpttool.export.config import ModelConfig
 from ckpttool.export.ties import decide, heads_of
 from ckpttool.formats.findings import counted
+from ckpttool.formats.folding import folded
 from ckpttool.merging.serving import sizes_of
 from ckpttool.naming.following import follow
 from ckpttool.naming.matching import ANY
@@ -44,7 +45,6 @@ class Laid:
     stock: Stock
     targets: Mapping[str, Target]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    dropped: tuple[Dropped, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,17 @@ def _converted(megatron: Opened, other: Opened, options: Options) -> tuple[Laid,
     plan = (
         f"{which} through the weight map {draft.family.name}: {counted(len(targets), 'tensor')}, as to-hf writes them"
     )
-    return Laid(stock, targets, dropped=draft.dropped), plan, (*draft.notes,)
+    return Laid(stock, targets), plan, (*draft.notes, *_left_out(draft.dropped))
+
+
+def _left_out(dropped: Iterable[Dropped]) -> Iterator[Problem]:
+    """Yield what a conversion does not write and so nothing is compared with: a note for each rule."""
+    by_rule: dict[tuple[str, str], list[str]] = {}
+    for drop in dropped:
+        by_rule.setdefault((drop.rule, drop.reason), []).append(drop.name)
+    for (rule, reason), names in by_rule.items():
+        told = ", ".join(text for text, _ in folded(names))
+        yield Problem(code="left-out", severity="note", message=f"left out by {rule} ({reason}): {told}")
 
 
 def _followed(a: Opened, b: Opened) -> tuple[Laid, Laid, str, tuple[Problem, ...]]:
