@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ckpttool import converting, merging
@@ -58,10 +61,20 @@ def convert_killed(role: Path, output: Path, options: dict[str, Any], at: int, *
 def ended(job: Callable[..., None], arguments: tuple[Any, ...], at: int, *, before: bool) -> bool:
     """Run a job (a function of a module) in a child that ends at its call of this number, or comes to its end."""
     child = _SERVER.Process(target=_run, args=(job, arguments, at, before))
-    child.start()
+    start(child)
     child.join()
     assert child.exitcode in (0, KILLED)
     return child.exitcode == KILLED
+
+
+def start(child: BaseProcess) -> None:
+    """Start a child that has no need of the main module: it would import all of pytest first, once a child."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        child.start()
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _migrate(role: str, options: dict[str, Any]) -> None:

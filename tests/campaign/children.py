@@ -27,6 +27,7 @@ import safetensors.numpy  # noqa: F401 - children find loaded what every command
 from ckpttool import cli, converting, merging  # noqa: F401
 from ckpttool.migration import steps
 from ckpttool.render import terminal  # noqa: F401
+from tests import killing
 from tests.killing import CALLS
 
 Kind = Literal["write", "read", "step"]
@@ -206,7 +207,7 @@ def start(
     here, there = _CONTEXT.Pipe(duplex=False)
     job = ([str(word) for word in arguments], str(root), str(out), list(hooks), habits, there)
     process = _CONTEXT.Process(target=_run, args=job)
-    process.start()
+    killing.start(process)
     there.close()
     assert here.poll(LONGEST)
     here.recv()

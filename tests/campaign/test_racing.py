@@ -6,7 +6,6 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -92,13 +91,13 @@ def test_a_checkpoint_that_is_gone_at_the_last_look(field: Field) -> None:
     assert end.code in (3, 4)
 
 
-@pytest.mark.parametrize("name", ["rewritten", "replaced", "one_replaced", "cut", "removed", "cleared"])
+@pytest.mark.parametrize("name", ["rewritten", "one_replaced", "cut", "cleared"])
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
 def test_looking_at_what_is_written_meanwhile(field: Field, command: str, name: str) -> None:
     """It says what it saw, or that something is not there any more; no comparison is with two saves at once."""
     for found in (found for found in field.readings if found.command == command):
         moments = field.readings[found]
-        for at in {*moments[:3], *moments[:: len(moments) // 4], moments[-1]}:
+        for at in {*moments[:2], *moments[:: len(moments) // 3], moments[-1]}:
             _, wrong = found.play(field.folder, at, MUTATIONS[name], random.Random(at))
             assert not wrong, (at, wrong)
 
@@ -112,7 +111,7 @@ def test_an_archive_that_changes_while_it_is_migrated(field: Field, mode: str, n
     """A tree is of one save, or there is none, and the next run makes it."""
     found, ends = migration(field, f"migrate --mode {mode}"), set()
     writes = field.migrations[found]
-    for at in range(1, writes + 1, 7 if mode == "copy" else 9):
+    for at in range(1, writes + 1, 10 if mode == "copy" else 9):
         end, wrong = copied_meanwhile(found, field.folder, at, CHANGES[name])
         assert not wrong, (at, wrong)
         ends.add(end.code)
@@ -144,11 +143,12 @@ def runners(field: Field, *names: str) -> tuple[Runner, Runner]:
 
 def moments(writes: int) -> list[int]:
     """The first, some in the middle, and all of the end, where names change."""
-    return [1, 2, writes // 3, 2 * writes // 3, *range(writes - 7, writes + 1)]
+    return [1, 2, writes // 3, 2 * writes // 3, *range(writes - 5, writes + 1)]
 
 
 PAIRS = [
-    *product(("merge-fsdp", "to-hf"), ("merge-fsdp", "to-hf")),
+    ("merge-fsdp", "merge-fsdp"),
+    ("merge-fsdp", "to-hf"),
     *(("merge-fsdp", "to-hf --force"), ("to-hf --force", "merge-fsdp"), ("merge-fsdp --force", "to-hf --force")),
 ]
 
@@ -193,7 +193,7 @@ def test_what_is_wrong_is_found(field: Field, tmp_path: Path) -> None:
     for file, value in found.results[0].items():
         (tmp_path / "out" / file).write_bytes(value)
     assert list(found.wrong(tmp_path, End(0, ""), tmp_path / "live")) == []
-    (tmp_path / "out" / "notes.txt").write_bytes(found.results[1]["notes.txt"])
+    (tmp_path / "out" / "LICENSE").write_bytes(found.results[1]["LICENSE"])
     assert list(found.wrong(tmp_path, End(0, ""), tmp_path / "live")) == ["a mixture of two versions"]
     (tmp_path / "live").rmdir()
     one, two = runners(field, "merge-fsdp", "to-hf")
