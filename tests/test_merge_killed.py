@@ -206,6 +206,21 @@ def test_force_replaces_models_only(what: str, role: Path, tmp_path: Path) -> No
     assert (output / "thesis.txt").exists() == (what == "other")
 
 
+def test_force_replaces_what_was_written_with_a_side_file_of_any_name(role: Path, tmp_path: Path) -> None:
+    """Its name is no model's, but the source has it; one that the source has not is a user's."""
+    (role / "huggingface" / "notes.txt").write_text("of the training")
+    merge(role, tmp_path / "out", Options())
+    with pytest.raises(CannotWrite, match="exists already"):
+        merge(role, tmp_path / "out", Options())
+    merge(role, tmp_path / "out", Options(**SEVERAL, force=True))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES | {"notes.txt"}
+    (tmp_path / "out" / "thesis.txt").write_text("thesis")
+    for dry_run in (True, False):
+        with pytest.raises(CannotWrite, match="does not replace it"):
+            merge(role, tmp_path / "out", Options(force=True, dry_run=dry_run))
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "thesis"
+
+
 def test_an_output_in_the_source_or_around_it(role: Path, tmp_path: Path) -> None:
     source = fingerprint(role)
     (tmp_path / "link").symlink_to(role)

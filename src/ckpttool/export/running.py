@@ -13,7 +13,7 @@ from ckpttool.export import outputs
 from ckpttool.export.heads import check_name
 from ckpttool.export.precision import DTYPES
 from ckpttool.export.result import Export, ExportOptions
-from ckpttool.export.writing import Ready, give_back, is_replaceable, write
+from ckpttool.export.writing import Ready, give_back, is_replaceable, names_of, write
 from ckpttool.plan import Plan
 from ckpttool.staging import check_outside, check_target, clear_stale, free_space
 from ckpttool.tensors import TensorInfo
@@ -71,12 +71,15 @@ def run(
     check_outside(output, around)
     if not options.dry_run:
         clear_stale(output)
-    check_target(output, force=options.force, replaceable=is_replaceable(output))
+    known = is_replaceable(output)
+    if known or not options.force:
+        check_target(output, force=options.force, replaceable=known)
     try:
         with collector_paused():
             ours = prepare()
     except PermissionError as error:
         raise NotACheckpoint(f"{error.filename}: permission denied", code="unreadable") from error
+    check_target(output, force=options.force, replaceable=known or is_replaceable(output, names_of(ours.plan)))
     give_back()
     if options.dry_run:
         return replace(ours.result, bytes_free=free_space(output), seconds=time.monotonic() - started)

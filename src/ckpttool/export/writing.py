@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,12 +72,20 @@ def write(
     return overflows
 
 
-def is_replaceable(output: Path) -> bool:
-    """Tell whether ``--force`` may take away what is there: a model and nothing else, or nothing at all."""
+def names_of(plan: Plan) -> frozenset[str]:
+    """Return the names of all files that a plan writes."""
+    return frozenset({*(file.name for file in plan.weights), *(file.name for file in plan.copies), *plan.contents})
+
+
+def is_replaceable(output: Path, ours: Collection[str] = ()) -> bool:
+    """Tell whether ``--force`` may take away what is there: a model and nothing else, or nothing at all.
+
+    ``ours`` are the names of what is written instead; side files may have any.
+    """
     with suppress(OSError):
         names = os.listdir(output) if output.is_dir() and not output.is_symlink() else ["no directory"]
         adapters = [name for name in names if _is_adapters(output / name)]
-        known = all(is_of_a_model(name) for name in names if name not in adapters)
+        known = all(is_of_a_model(name) or name in ours for name in names if name not in adapters)
         return known and bool(not names or adapters or hf.detect(output) is not None)
     return False
 
