@@ -11,7 +11,7 @@ from typing import Any
 from ckpttool import __version__, layout
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats import hf
-from ckpttool.formats.jsonfile import read_object
+from ckpttool.formats.jsonfile import parse_object, read_raw
 
 TOOL = "ckpttool migrate"
 BEFORE = "v1_manifest"
@@ -37,10 +37,22 @@ def read(role: Path) -> dict[str, Any]:
         if file.exists():
             raise BrokenCheckpoint(f"{layout.MANIFEST} is not a file", code="bad-manifest")
         return {}
-    manifest = read_object(file)
+    raw = read_raw(file)
+    manifest = parse_object(raw, file.name)
+    if not _is_text(raw):
+        raise BrokenCheckpoint(f"{layout.MANIFEST}: not UTF-8 text", code="bad-manifest")
     if is_ours(manifest) and not _is_sound(manifest):
         raise BrokenCheckpoint(f"{layout.MANIFEST}: not as the migration wrote it", code="bad-manifest")
     return manifest
+
+
+def _is_text(raw: bytes) -> bool:
+    """Tell what is UTF-8 from what JSON may be besides: UTF-16, and halves of a character."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_sound(manifest: Mapping[str, Any]) -> bool:
@@ -136,7 +148,7 @@ def _kept(role: Path, found: Mapping[str, Any]) -> Mapping[str, Any]:
     file = role / layout.MANIFEST
     if is_ours(found) or not file.is_file():
         return found
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8", errors="replace")  # one that is no UTF-8 has been refused
     return {BEFORE: found, "migration": {} if text == render(found) else {_BEFORE_TEXT: text}}
 
 
