@@ -22,6 +22,7 @@ import numpy as np
 from ckpttool.elements import Array, dtype_of
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from ckpttool.formats.payload import Payload, Seen, locate
+from ckpttool.formats.torchzip import open_file
 from ckpttool.tensors import Box, Index, Piece, Place, TensorInfo, Wrap, contiguous_strides, extent, overlap
 
 BAND = 8 << 20
@@ -216,7 +217,7 @@ class Reader:
         if len(self._files) >= OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         try:
-            handle = os.open(self._path(file), os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            handle = open_file(self._path(file))
         except OSError as error:
             raise NotACheckpoint(f"{self._path(file)}: {error.strerror}", code="unreadable") from error
         self._files[file] = handle

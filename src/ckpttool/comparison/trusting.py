@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ckpttool.comparison.values import Stock
 from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.payload import Seen, locate
-from ckpttool.formats.torchzip import open_archive
+from ckpttool.formats.torchzip import open_archive, open_file
 from ckpttool.plan import Target
 from ckpttool.tensors import Index, Piece, Place, Wrap, contiguous_strides
 
@@ -97,7 +97,7 @@ class Ledger:
     def _open(self, file: str) -> int:
         if self._handle is None or self._handle[0] != file:
             self.close()
-            self._handle = file, os.open(self._stock.root / file, os.O_RDONLY)
+            self._handle = file, open_file(self._stock.root / file)
         return self._handle[1]
 
     def close(self) -> None:

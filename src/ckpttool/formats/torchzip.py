@@ -7,6 +7,7 @@ read. The zip format is PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -120,10 +121,22 @@ def file_size(path: Path) -> int:
     return info.st_size
 
 
+def open_file(path: Path | str) -> int:
+    """Open a regular file to be read and return its handle; raises ``OSError``, for anything else, too.
+
+    A pipe would make who opens it wait for a writer, and a device has bytes without end.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return handle
+
+
 def read_range(path: Path, offset: int, length: int) -> bytes:
     """Return up to ``length`` bytes from ``offset``; the file is opened read-only and closed again."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        handle = open_file(path)
     except OSError as error:
         raise _unreadable(path, error, "Check the permissions of the file.") from error
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem
-from ckpttool.formats.torchzip import index_archive
+from ckpttool.formats.torchzip import index_archive, open_file
 from ckpttool.verification.crew import Crew, Ready
 from ckpttool.verification.records import Alike, Span, are_recorded, span_of
 from ckpttool.verification.tree import Entry, stamp_of
@@ -86,7 +86,7 @@ class _Eye:
         entry = task.work.entry
         found = Checked(entry)
         try:
-            handle = os.open(entry.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            handle = open_file(entry.path)
         except OSError as error:
             found.fault("unreadable", str(error.strerror).lower())
             return found
