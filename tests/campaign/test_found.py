@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,3 +157,33 @@ def test_an_error_with_thousands_of_reasons_shows_a_thousand(capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert lines[:-1] == [f"! reason {n}" for n in range(MOST_PROBLEMS)]
     assert lines[-1].startswith("and 9 more of the kind x")
+
+
+@pytest.mark.parametrize("command", ["verify {} --values", "diff {} {}", "diff {} {} --trust-crc"])
+def test_a_pipe_in_the_place_of_a_data_file(
+    ckpttool: Callable[..., Call], tmp_path: Path, data: Path, command: str
+) -> None:
+    """Who opened it waited for a writer, in a thread that no signal ends."""
+    archive = shutil.copytree(data / "megatron" / "mcore0.14-dense-tp2", tmp_path / "archive")
+    (archive / "__1_0.distcp").unlink()
+    os.mkfifo(archive / "__1_0.distcp")
+    call = ckpttool(*command.format(archive, archive).split())
+    assert call.code == (1 if command.startswith("verify") else 4)
+    assert "__1_0.distcp" in call.out + call.err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_a_regular_file_is_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(OSError, match="not a regular file"):
+        torchzip.open_file(tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ['{"a": "\xe9"}'.encode("utf-16"), b'{"a": "\xe1"}', b'{"a": "\xed\xa0\x80"}'])
+def test_a_manifest_that_is_no_utf_8(ckpttool: Callable[..., Call], tmp_path: Path, text: bytes) -> None:
+    """JSON in UTF-16 and halves of characters can be read as JSON, and not be kept as text: it ended with 70."""
+    role = tiny_role(tmp_path / "role")
+    (role / "ckpt_contents.json").write_bytes(text)
+    call = ckpttool("migrate", role)
+    assert (call.code, "ckpt_contents.json" in call.err) == (4, True)
+    assert (role / "ckpt_contents.json").read_bytes() == text
