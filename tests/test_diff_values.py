@@ -272,3 +272,26 @@ def test_two_sides_are_read_in_step(length: int, one: list[int], other: list[int
     got = list(in_step(cut(length, one), cut(length, other)))
     assert all(a.size and np.array_equal(a, b) for a, b in got)
     assert [int(n) for a, _ in got for n in a] == list(range(length))
+
+
+@pytest.mark.parametrize("options", [Options(ignore_dtype=True), Options(as_written=True)])
+def test_a_finite_number_that_a_cast_makes_infinite_differs(options: Options, tmp_path: Path) -> None:
+    a = torch.tensor([1e30, 1.0])
+    found = compared(tmp_path, a, a.to(torch.float16), options)
+    assert found.state == "differs"
+    assert found.metrics is not None
+    assert (found.metrics.changed, found.metrics.not_finite) == (1, 1)
+    infinite = torch.tensor([math.inf, 1.0])
+    assert compared(tmp_path, infinite, infinite.to(torch.float16), options).state == "equal"
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+def test_half_complex_numbers_have_an_imaginary_part(tmp_path: Path) -> None:
+    """By ``.pt`` files, as safetensors has no such dtype."""
+    for name, imaginary in (("a", 0.0), ("b", 3.0)):
+        parts = torch.tensor([[1.0, imaginary], [2.0, 0.0]], dtype=torch.float16)
+        torch.save({"w": torch.view_as_complex(parts)}, tmp_path / f"{name}.pt")
+    (found,) = compare(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), Options(tolerance=1.0)).tensors
+    assert found.state == "differs"
+    assert found.metrics is not None
+    assert found.metrics.changed == 1

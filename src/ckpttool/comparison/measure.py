@@ -178,7 +178,7 @@ def _wide(values: Array, dtype: str) -> Array:
         values = (bits(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
     elif dtype.startswith("float") and values.itemsize <= 2:
         values = _values(dtype)[bits(values)]
-    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+    return values.astype(np.complex128 if dtype.startswith("complex") else np.float64)
 
 
 def _parts(values: Array) -> Array:

@@ -41,6 +41,8 @@ class Stream:
         self._reader = Reader(stock.root)
         self._gatherer = Gatherer(stock.sources, stock.fusions, self._reader)
         self._buffer: Array = np.empty(BAND, np.uint8)
+        self.lost = 0
+        """How many finite elements the cast has made infinite, of all that was read."""
 
     def close(self) -> None:
         """Close the files."""
@@ -49,6 +51,7 @@ class Stream:
     def runs(self, target: Target) -> Iterator[Array]:
         """Yield the elements of a target in order; a run is good until the next one is asked for."""
         for band in self._gatherer.bands(target, lambda count: self._buffer[:count]):
+            self.lost += band.lost
             yield band.elements
 
 
@@ -63,11 +66,24 @@ class Found:
 
 
 def compare_values(a: tuple[Stream, Target], b: tuple[Stream, Target], options: Options) -> Found | None:
-    """Compare two targets of one shape; ``None`` where there is no dtype that holds the values of both."""
+    """Compare two targets of one shape; ``None`` where there is no dtype that holds the values of both.
+
+    What a cast would make infinite is compared in the finer dtype: a finite number and an infinity are not the same.
+    """
     dtypes = a[1].dtype, b[1].dtype
     common = _common(*dtypes, options)
     if common is None:
         return None
+    before = a[0].lost + b[0].lost
+    found = _compare_in(common, a, b, options)
+    if a[0].lost + b[0].lost == before:
+        return found
+    finer = _compare_in(finest(*dtypes), a, b, options)
+    return replace(finer, read=found.read + finer.read)
+
+
+def _compare_in(common: str, a: tuple[Stream, Target], b: tuple[Stream, Target], options: Options) -> Found:
+    dtypes = a[1].dtype, b[1].dtype
     sides = tuple((stream, replace(target, dtype=common)) for stream, target in (a, b))
     read, first = 0, 0
     for x, y in in_step(*(stream.runs(target) for stream, target in sides)):
