@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli import main
 from ckpttool.comparison import Options, prove
+from ckpttool.comparison.pairing import _joined
 from ckpttool.comparison.values import compare_values
+from ckpttool.plan import Rows, Target
 from tests.conftest import Call
 from tests.hostile import save_bomb
 from tests.looking import save_dcp
@@ -329,6 +331,55 @@ def test_a_head_that_is_tied_is_that_of_the_embeddings(ckpttool: Run, state: Sta
     state["lm_head.weight"][0, 0] += 1
     other = write_role(tmp_path / "b", state, config=tied)
     assert unlike(ckpttool("diff", other, tmp_path / "out", "--json")) == {"lm_head.weight": "differs"}
+
+
+def test_two_tensors_that_rules_give_one_name_are_both_told(ckpttool: Run, tmp_path: Path) -> None:
+    """Neither takes the place of the other."""
+    one, other = torch.zeros(4, 4), torch.ones(4, 4)
+    tensors = {"language_model.model.norm.weight": one, "model.norm.weight": other}
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"model.language_model.norm.weight": other}, tmp_path / "b.safetensors")
+    call = ckpttool("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json")
+    assert call.code == 1
+    assert tensors.keys() <= states(call).keys()
+
+
+def test_gate_and_up_of_two_dtypes_are_not_put_together() -> None:
+    """A target has one dtype: up would be rounded to that of the gate before it is compared."""
+
+    def half(which: str, dtype: str, rows: int = 2, name: str = "mlp.linear_fc1.weight") -> Target:
+        return Target(f"{name}{which}", dtype, (rows, 3), (Rows(f"{name}{which}", 0, rows),))
+
+    def joined(*targets: Target) -> list[str]:
+        return list(_joined({target.name: target for target in targets}))
+
+    gate = half("_w", "bfloat16")
+    assert joined(gate, half("_v", "bfloat16")) == ["mlp.linear_fc1.weight"]
+    for others in (
+        [half("_v", "float32")],
+        [half("_v", "bfloat16", 4)],
+        [half("_v", "bfloat16"), half("", "bfloat16")],
+    ):
+        assert joined(gate, *others) == [gate.name, *(other.name for other in others)]
+
+
+def test_a_choice_that_leaves_nothing_is_none(ckpttool: Run, tmp_path: Path) -> None:
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        save_file({"w": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    call = ckpttool("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--exclude", "*")
+    assert call.code == 2
+    assert "leave no tensor" in call.err
+
+
+@pytest.mark.parametrize("key", ["model", 1])
+def test_a_file_whose_tensors_are_not_all_compared_is_refused(ckpttool: Run, key: str | int, tmp_path: Path) -> None:
+    """A state dict within another one, and two keys that are one name: else what differs there would be the same."""
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        tensor = torch.full((2,), value)
+        torch.save({"1": torch.ones(2), key: {"w": [tensor]} if key == "model" else tensor}, tmp_path / f"{name}.pt")
+    call = ckpttool("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert call.code == 4
+    assert "a.pt" in call.err
 
 
 # --- the course of it -------------------------------------------------------------------------------------------

@@ -88,6 +88,8 @@ class _Work:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise UsageError(f"{option} {pattern}: no tensor has such a name")
         self.names = [name for name in names if _is_wanted(name, options)]
+        if names and not self.names:
+            raise UsageError("--include and --exclude leave no tensor to compare")
         self.excluded = len(names) - len(self.names)
         self.sums: dict[str, Sums] = {}
         self.read = 0

@@ -28,7 +28,7 @@ from ckpttool.merging.serving import sizes_of
 from ckpttool.naming.following import follow
 from ckpttool.naming.matching import ANY
 from ckpttool.naming.reference import Reference, as_mapped
-from ckpttool.plan import Dropped, Target, whole
+from ckpttool.plan import Dropped, Target, faults, whole
 from ckpttool.tensors import TensorInfo
 
 _HALVES = ("_w", "_v")
@@ -92,12 +92,17 @@ def _joined(targets: Mapping[str, Target]) -> dict[str, Target]:
     for key, target in targets.items():
         whole_, half = key[:-2], key[-2:]
         gate, up = targets.get(whole_ + _HALVES[0]), targets.get(whole_ + _HALVES[1])
-        if half not in _HALVES or gate is None or up is None or gate.shape[1:] != up.shape[1:] or not gate.shape:
+        if half not in _HALVES or gate is None or up is None or not _are_alike(gate, up) or whole_ in targets:
             found[key] = target
         elif half == _HALVES[0]:
             shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
             found[whole_] = Target(whole_, gate.dtype, shape, (*gate.parts, *up.parts))
     return found
+
+
+def _are_alike(gate: Target, up: Target) -> bool:
+    """Tell whether two have the same rows and one dtype: one target of both has no other."""
+    return bool(gate.shape) and (gate.shape, gate.dtype) == (up.shape, up.dtype)
 
 
 def _is_state(name: str) -> bool:
@@ -176,12 +181,17 @@ def _followed(a: Opened, b: Opened) -> tuple[Laid, Laid, str, tuple[Problem, ...
     model = {name: tensor for name, tensor in ours.items() if name not in alike}
     found = follow(model, reference, sizes_of(b.config or a.config))
     moved = {target.name: target for target in found.targets}
-    if moved.keys() & alike.keys() or not any(name in b.tensors for name in moved):
+    twice = any(fault.code in _LOSES for fault in faults([*alike.values(), *found.targets], (), ours))
+    if twice or not any(name in b.tensors for name in moved):
         return mine, theirs, "", ()
     in_order = _in_order({**alike, **moved}, ours)
     rules = ", ".join(found.pairs)
     notes = tuple(replace(problem, severity="note") for problem in found.problems)
     return replace(mine, targets=in_order), theirs, f"names of A by the rules {rules}", notes
+
+
+_LOSES = ("target-twice", "unused", "not-once")
+"""What a plan has wrong that would leave a tensor of A uncompared."""
 
 
 def _has(side: Opened, tensor: TensorInfo) -> bool:

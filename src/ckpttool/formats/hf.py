@@ -22,7 +22,7 @@ from ckpttool.formats.rank import Held, RankReader
 from ckpttool.formats.safetensorsfile import read_safetensors
 from ckpttool.records import SHARD_NAMES
 from ckpttool.tensors import Place, TensorInfo
-from ckpttool.unpickle import loads, name_of
+from ckpttool.unpickle import Record, loads, name_of
 
 FORMAT = "huggingface"
 CONFIG = "config.json"
@@ -181,10 +181,30 @@ def read_torch(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(state, dict):
         raise BrokenCheckpoint(f"{path.name}: holds no state dict", code="no-state-dict")
     reader = RankReader(archive, 0)
+    deep = [name_of(name) for name, value in state.items() if not isinstance(value, Record) and _has_tensors(value)]
+    if deep:
+        raise BrokenCheckpoint(
+            f"{path.name}: {listing(deep)} holds tensors of its own: no flat state dict", code="no-state-dict"
+        )
     held = {name_of(name): _held(reader, path.name, name_of(name), value) for name, value in state.items()}
+    if len(held) != len(state):
+        raise BrokenCheckpoint(f"{path.name}: keys of its state dict that are one name as text", code="no-state-dict")
     if held and not any(held.values()):
         raise BrokenCheckpoint(f"{path.name}: no value of its state dict is a tensor", code="no-state-dict")
     return {name: TensorInfo(name, h.dtype, h.shape, tuple(h.pieces), (), "whole") for name, h in held.items() if h}
+
+
+def _has_tensors(value: Any) -> bool:
+    """Tell whether a value is a tensor or a container that has some, however deep."""
+    open_, seen = [value], set()
+    while open_:
+        one = open_.pop()
+        if isinstance(one, Record) and one.name.startswith("_rebuild"):
+            return True
+        if isinstance(one, (dict, list, tuple)) and id(one) not in seen:
+            seen.add(id(one))
+            open_ += one.values() if isinstance(one, dict) else one
+    return False
 
 
 def _held(reader: RankReader, file: str, name: str, value: Any) -> Held | None:
