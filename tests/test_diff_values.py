@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -295,3 +296,24 @@ def test_half_complex_numbers_have_an_imaginary_part(tmp_path: Path) -> None:
     assert found.state == "differs"
     assert found.metrics is not None
     assert found.metrics.changed == 1
+
+
+@pytest.mark.parametrize(("code", "width"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
+@pytest.mark.usefixtures("parts")
+def test_elements_smaller_than_a_byte(code: str, width: int, tmp_path: Path) -> None:
+    """Packed from the lowest bit on; every one whose bits differ is counted once, wherever a part ends."""
+    count = 40000
+    values = np.random.default_rng(0).integers(0, 1 << width, count)
+    other = values.copy()
+    other[[0, 5, 6, 7, 20001, count - 1]] ^= (1 << width) - 1
+    for name, elements in (("a", values), ("b", other)):
+        bits = (elements[:, None] >> np.arange(width)) & 1
+        data = np.packbits(bits.reshape(-1).astype(np.uint8), bitorder="little").tobytes()
+        header = json.dumps({"w": {"dtype": code, "shape": [count // 8, 8], "data_offsets": [0, len(data)]}}).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    a, b = (str(tmp_path / f"{name}.safetensors") for name in "ab")
+    assert compare(a, a, Options()).same
+    (found,) = compare(a, b, Options()).tensors
+    assert found.state == "differs"
+    assert found.metrics is not None
+    assert (found.metrics.elements, found.metrics.changed) == (count, 6)

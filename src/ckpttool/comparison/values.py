@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
-from ckpttool.comparison.measure import Measure, Sums, are_equal, coarsest, finest
+from ckpttool.comparison.measure import PART, Measure, Sums, are_equal, coarsest, finest
 from ckpttool.comparison.result import Metrics, Options, State
 from ckpttool.elements import Array
 from ckpttool.gathering import Gatherer
 from ckpttool.lowrank import Fusion
 from ckpttool.plan import Target
 from ckpttool.reading import BAND, Reader
-from ckpttool.tensors import CASTABLE, TensorInfo
+from ckpttool.tensors import CASTABLE, DTYPE_BITS, TensorInfo, bands
 
 _NO_FUSIONS: Mapping[str, Fusion] = MappingProxyType({})
 
@@ -39,6 +39,7 @@ class Stream:
 
     def __init__(self, stock: Stock) -> None:
         self._reader = Reader(stock.root)
+        self._sources = stock.sources
         self._gatherer = Gatherer(stock.sources, stock.fusions, self._reader)
         self._buffer: Array = np.empty(BAND, np.uint8)
         self.lost = 0
@@ -50,9 +51,19 @@ class Stream:
 
     def runs(self, target: Target) -> Iterator[Array]:
         """Yield the elements of a target in order; a run is good until the next one is asked for."""
+        if DTYPE_BITS[target.dtype] % 8:  # stored packed, and read so
+            stored = packed(self._sources[target.parts[0].source])
+            yield from self._bytes(stored)
+            return
         for band in self._gatherer.bands(target, lambda count: self._buffer[:count]):
             self.lost += band.lost
             yield band.elements
+
+    def _bytes(self, stored: TensorInfo) -> Iterator[Array]:
+        for box in bands(stored.shape, BAND):
+            out = self._buffer[: box[1][0]]
+            self._reader.read(stored, box, out)
+            yield out
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +104,38 @@ def _compare_in(common: str, a: tuple[Stream, Target], b: tuple[Stream, Target],
         read += x.nbytes * 2
     else:
         return Found("equal", Metrics(elements=a[1].numel, changed=0), read)
+    if DTYPE_BITS[common] % 8:
+        changed = _changed(in_step(*(stream.runs(target) for stream, target in sides)), DTYPE_BITS[common])
+        metrics = Metrics(elements=a[1].numel, changed=changed, rel_l2=None, cosine=None)
+        return Found("differs", metrics, read + a[1].nbytes + b[1].nbytes)
     ulp = coarsest(*dtypes) if common in CASTABLE else common
     measure = Measure(common, ulp, options.tolerance, options.ulps)
     for x, y in in_step(*(stream.runs(target) for stream, target in sides)):
         measure.add(x, y)
         read += x.nbytes * 2
     return Found("differs" if measure.beyond else "close", measure.metrics(), read, measure.sums)
+
+
+def packed(tensor: TensorInfo) -> TensorInfo:
+    """Return a tensor of elements smaller than a byte as the bytes that it is stored in, one file's piece."""
+    (piece,) = tensor.pieces
+    size = (tensor.nbytes,)
+    return replace(tensor, dtype="uint8", shape=size, pieces=(replace(piece, offset=(0,), size=size),))
+
+
+def _changed(runs: Iterable[tuple[Array, Array]], width: int) -> int:
+    """Count the elements of so many bits, packed from the lowest bit on, that differ."""
+    at, last, changed = 0, -1, 0
+    for x, y in runs:
+        for begin in range(0, x.size, PART):
+            part: Array = np.bitwise_xor(x[begin : begin + PART], y[begin : begin + PART])
+            where = np.flatnonzero(np.unpackbits(part, bitorder="little"))
+            elements = np.unique((where + 8 * at) // width)
+            if elements.size:
+                changed += elements.size - int(elements[0] == last)
+                last = int(elements[-1])
+            at += part.size
+    return changed
 
 
 def _common(a: str, b: str, options: Options) -> str | None:
