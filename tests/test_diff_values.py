@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from ckpttool import gathering, reading
 from ckpttool.comparison import Options, compare, measure, values
 from ckpttool.comparison.result import Metrics, TensorDiff
-from ckpttool.comparison.values import in_step
+from ckpttool.comparison.values import Stock, in_step
+from ckpttool.plan import Rows, Target
+from ckpttool.tensors import TensorInfo
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -317,3 +319,19 @@ def test_elements_smaller_than_a_byte(code: str, width: int, tmp_path: Path) -> 
     assert found.state == "differs"
     assert found.metrics is not None
     assert (found.metrics.elements, found.metrics.changed) == (count, 6)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (("bfloat16", "bfloat16"), "bfloat16"),
+        (("bfloat16", "float32"), "float32"),
+        (("float16", "bfloat16"), "float32"),
+        (("int8", "int8"), "int8"),
+    ],
+)
+def test_experts_of_several_dtypes_are_compared_in_one_that_holds_all(stored: tuple[str, ...], dtype: str) -> None:
+    """Not in that of the first, to which the others would be rounded before anything is compared."""
+    sources = {str(at): TensorInfo(str(at), of, (2, 3), ()) for at, of in enumerate(stored)}
+    parts = tuple(Rows(name, 0, 2) for name in sources)
+    assert Stock(Path(), sources).dtype(Target("experts", stored[0], (4, 3), parts)) == dtype

@@ -30,8 +30,9 @@ class Stock:
     fusions: Mapping[str, Fusion] = field(default_factory=lambda: _NO_FUSIONS)
 
     def dtype(self, target: Target) -> str:
-        """Return the dtype that a target's first source is stored in."""
-        return self.sources[target.parts[0].source].dtype
+        """Return the dtype that a target's sources are stored in; of several, one that holds the values of all."""
+        stored = dict.fromkeys(self.sources[part.source].dtype for part in target.parts)
+        return finest(*stored) if stored.keys() <= CASTABLE else next(iter(stored))
 
 
 class Stream:
