@@ -459,6 +459,13 @@ def test_wrong_usage(ckpttool: Run, options: list[str], said: str) -> None:
     assert said in call.err
 
 
+def test_files_without_a_tensor_are_not_the_same(ckpttool: Run, tmp_path: Path) -> None:
+    save_file({}, tmp_path / "a.safetensors")
+    call = ckpttool("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors")
+    assert call.code == 3
+    assert "no tensor" in call.err
+
+
 def test_what_is_not_there(ckpttool: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert ckpttool("diff", tmp_path / "absent", tmp_path).code == 3

@@ -146,10 +146,8 @@ def _converted(megatron: Opened, other: Opened, options: Options) -> tuple[Laid,
         )
     stock = Stock(opened.source.root, opened.sources, draft.fusions.by_source)
     targets = {target.name: replace(target, dtype=stock.dtype(target)) for target in draft.targets}
-    which = "A" if options.as_written else megatron.side.path
-    plan = (
-        f"{which} through the weight map {draft.family.name}: {counted(len(targets), 'tensor')}, as to-hf writes them"
-    )
+    how = f"through the weight map {draft.family.name}: {counted(len(targets), 'tensor')}, as to-hf writes them"
+    plan = f"{megatron.side.path} {how}"
     return Laid(stock, targets), plan, (*draft.notes, *_left_out(draft.dropped))
 
 

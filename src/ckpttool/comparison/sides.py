@@ -136,6 +136,8 @@ def _model(found: Found, given: str, options: Options) -> Opened:
 
 def _file(found: Found, given: str, _options: Options) -> Opened:
     tensors = hf.read_weights(found.path)
+    if not tensors:
+        raise NotACheckpoint(f"{found.path}: no tensor in it", code="no-weights")
     short = [name for name, tensor in tensors.items() if sum(p.numel for p in tensor.pieces) != tensor.numel]
     if short:
         raise BrokenCheckpoint(
