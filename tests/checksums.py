@@ -14,6 +14,12 @@ from typing import NamedTuple
 
 ARCHIVES = (".pt", ".bin", ".pth")
 
+FIXTURES = (
+    *("fsdp/torch2.6-fsdp1-shardedtensor", "fsdp/torch2.13-fsdp2-hsdp"),
+    *("megatron/mcore0.12-dense-tp2", "megatron/mcore0.16-moe-tp1-ep2", "megatron/mcore0.19-dense-tp2"),
+)
+"""Checkpoints in which every record has its checksum."""
+
 
 class ZipRecord(NamedTuple):
     """A record of an archive in a file (relative to the checkpoint): its payload lies at ``offset`` of the file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpttool.cli import main
 from tests import builders
@@ -84,6 +86,31 @@ def mixtral_hub(served_checkpoints: Path) -> dict[str, Any]:
 def mixtral_config(served_checkpoints: Path) -> dict[str, Any]:
     """The config of Mixtral as transformers writes it."""
     return config_of(served_checkpoints / "expected" / "mixtral")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount a file system in memory, with options of `mount`; skips the test where that is not permitted."""
+    place = tmp_path / "disk"
+
+    def mount(options: str) -> Path:
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting is not permitted here")
+        return place
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def no_checksums() -> Iterator[None]:
+    """torch records no CRC of what it saves."""
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(True)
 
 
 @pytest.fixture

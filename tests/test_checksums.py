@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,25 +12,13 @@ import torch
 
 from ckpttool.source import open_checkpoint
 from tests.builders import copy
-from tests.checksums import corrupt, flip, payloads, records
+from tests.checksums import FIXTURES, corrupt, flip, payloads, records
 from tests.conftest import DATA
-
-FIXTURES = (
-    *("fsdp/torch2.6-fsdp1-shardedtensor", "fsdp/torch2.13-fsdp2-hsdp"),
-    *("megatron/mcore0.12-dense-tp2", "megatron/mcore0.16-moe-tp1-ep2", "megatron/mcore0.19-dense-tp2"),
-)
 
 
 @pytest.fixture(params=FIXTURES)
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return copy(DATA / request.param, tmp_path / "checkpoint")
-
-
-@pytest.fixture
-def no_checksums() -> Iterator[None]:
-    torch.serialization.set_crc32_options(False)
-    yield
-    torch.serialization.set_crc32_options(True)
 
 
 def test_the_oracle_agrees_with_zipfile(root: Path) -> None:

@@ -19,6 +19,7 @@ MOST_LINES = 400
 # A layer may import itself and what is named here; a module belongs to the longest name that begins it.
 LAYERS: dict[str, set[str]] = {
     "ckpttool.errors": set(),
+    "ckpttool.crew": set(),
     "ckpttool.telling": set(),
     "ckpttool.tensors": set(),
     "ckpttool.opcodes": {"ckpttool.errors"},
@@ -96,10 +97,12 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.export", "ckpttool.naming", "ckpttool.gathering", "ckpttool.plan", "ckpttool.fusing"),
         *("ckpttool.lowrank", "ckpttool.reading", "ckpttool.elements", "ckpttool.layout", "ckpttool.source"),
         *("ckpttool.formats", "ckpttool.staging", "ckpttool.wholefile", "ckpttool.tensors", "ckpttool.errors"),
+        "ckpttool.crew",
         "ckpttool.unpickle",  # to pause the collector
     },
     "ckpttool.verification": {
         *("ckpttool.comparison", "ckpttool.inspection", "ckpttool.staging", "ckpttool.reading", "ckpttool.elements"),
+        *("ckpttool.crew", "ckpttool.wholefile"),
         *("ckpttool.layout", "ckpttool.source", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
         *("ckpttool.unpickle", "ckpttool.records"),  # to pause the collector; to vet what torch is to read
     },

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,17 +166,9 @@ def test_sources_are_only_read(case: Case, work: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(disk: Callable[[str], Path]) -> Path:
     """A file system of one megabyte."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
+    return disk("size=1m")
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,16 @@ import pytest
 import torch
 
 from tests.builders import copy
-from tests.checksums import ZipRecord, corrupt, flip, payloads, records
+from tests.checksums import FIXTURES, ZipRecord, corrupt, flip, payloads, records
 from tests.conftest import DATA, Call
 from tests.looking import save_dcp
 
 Run = Callable[..., Call]
 
-FIXTURES = (
-    *("fsdp/torch2.6-fsdp1-shardedtensor", "fsdp/torch2.13-fsdp2-hsdp"),
-    *("megatron/mcore0.12-dense-tp2", "megatron/mcore0.16-moe-tp1-ep2", "megatron/mcore0.19-dense-tp2"),
-)
-
 
 @pytest.fixture(params=FIXTURES)
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return copy(DATA / request.param, tmp_path / "checkpoint")
-
-
-@pytest.fixture
-def no_checksums() -> Iterator[None]:
-    torch.serialization.set_crc32_options(False)
-    yield
-    torch.serialization.set_crc32_options(True)
 
 
 def damaged(verified: Call) -> set[str]:

@@ -99,6 +99,10 @@ class Reader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; one that is asked for again is opened again."""
         while self._files:
             os.close(self._files.popitem()[1])
 

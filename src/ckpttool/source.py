@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,21 @@ class Source(Protocol):
 
     def part_of(self, name: str) -> str:
         """Say what a tensor or object belongs to: ``model``, ``adapter``, ``optimizer``, ``rng`` and so on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What only the user can say of a training's checkpoint that is compared; ``lora`` is ``fuse`` or nothing."""
+
+    hf_config: str | None = None
+    arch: str | None = None
+    producer: str | None = None
+    lora: str | None = None
+    lora_alpha: float | None = None
+
+    def of_source(self) -> dict[str, Any]:
+        """Return these alone, to be handed on."""
+        return {field.name: getattr(self, field.name) for field in fields(SourceOptions)}
 
 
 def open_checkpoint(path: Path | str) -> Source:

@@ -10,8 +10,6 @@ from typing import Annotated
 from typer import Argument, Context, Exit, Option
 
 from ckpttool.cli.options import (
-    FUSE,
-    PRODUCERS,
     Arch,
     Color,
     Force,
@@ -29,7 +27,7 @@ from ckpttool.cli.options import (
     count_of,
     every_core,
     number_of,
-    one_of,
+    source_options,
 )
 from ckpttool.errors import UsageError
 
@@ -107,11 +105,7 @@ def diff(
         ignore_dtype=ignore_dtype,
         trust_crc=trust_crc,
         everything=everything,
-        hf_config=hf_config,
-        arch=arch,
-        producer=None if producer is None else one_of("--producer", producer, PRODUCERS),
-        lora=None if lora is None else one_of("--lora", lora, FUSE),
-        lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
+        **source_options(hf_config, arch, producer, lora, lora_alpha),
         threads=every_core() if threads is None else count_of("--threads", threads),
     )
     page = None if html is None else Path(html)

@@ -202,6 +202,19 @@ def number_of(option: str, text: str) -> float:
     return number
 
 
+def source_options(
+    hf_config: str | None, arch: str | None, producer: str | None, lora: str | None, lora_alpha: str | None
+) -> dict[str, Any]:
+    """Return what is said of a training's checkpoint, checked; raises :class:`UsageError` for a word that is none."""
+    return {
+        "hf_config": hf_config,
+        "arch": arch,
+        "producer": None if producer is None else one_of("--producer", producer, PRODUCERS),
+        "lora": None if lora is None else one_of("--lora", lora, FUSE),
+        "lora_alpha": None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
+    }
+
+
 def check_path(path: str) -> Path:
     """Return a path; raises :class:`UsageError` for an empty one, which is an unset variable of a shell."""
     if not path:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Context, Exit, Option
 
 from ckpttool.cli.options import (
-    FUSE,
-    PRODUCERS,
     Arch,
     Color,
     Force,
@@ -27,9 +25,8 @@ from ckpttool.cli.options import (
     check_path,
     count_of,
     every_core,
-    number_of,
-    one_of,
     size_of,
+    source_options,
 )
 from ckpttool.errors import UsageError
 
@@ -99,11 +96,7 @@ def verify(
         write_integrity=write_integrity,
         second_opinion=second_opinion,
         against=against,
-        hf_config=hf_config,
-        arch=arch,
-        producer=None if producer is None else one_of("--producer", producer, PRODUCERS),
-        lora=None if lora is None else one_of("--lora", lora, FUSE),
-        lora_alpha=None if lora_alpha is None else number_of("--lora-alpha", lora_alpha),
+        **source_options(hf_config, arch, producer, lora, lora_alpha),
         force=force,
         threads=every_core() if threads is None else count_of("--threads", threads),
     )

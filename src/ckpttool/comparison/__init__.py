@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,8 +18,9 @@ from ckpttool.comparison.rolling import Place, layers, places, strips
 from ckpttool.comparison.sides import open_side
 from ckpttool.comparison.trusting import Ledger, are_recorded_equal
 from ckpttool.comparison.values import Found, Stream, compare_values
+from ckpttool.crew import Crew, Ready
 from ckpttool.errors import NotACheckpoint, UsageError
-from ckpttool.export.writing import Progress, Ready, give_back
+from ckpttool.export.writing import give_back
 from ckpttool.unpickle import collector_paused
 
 __all__ = ["Comparison", "Options", "compare", "prove"]
@@ -77,8 +76,11 @@ def prove(source: str, output: str, options: Options, ready: Ready = lambda _tot
     return compare(source, output, replace(options, as_written=True), ready)
 
 
+Streams = tuple[Stream, Stream]
+
+
 class _Work:
-    """All names of both sides in order, what is known of each, and the threads that compare values."""
+    """All names of both sides in order, and what is known of each."""
 
     def __init__(self, pairing: Pairing, options: Options) -> None:
         self.a, self.b, self.options = pairing.a, pairing.b, options
@@ -96,7 +98,7 @@ class _Work:
         self._places = places(self.names)
         self._found: dict[str, Found | None] = {}
         self._trusted: set[str] = set()
-        self._lock, self._stop, self._mine = threading.Lock(), threading.Event(), threading.local()
+        self._aliases = {**self.a.aliases, **self.b.aliases}
 
     def run(self, ready: Ready) -> None:
         """Compare the values of all tensors that both sides have in one shape."""
@@ -105,8 +107,29 @@ class _Work:
             self._trusted = self._recorded_equal(names)
         names = [name for name in names if name not in self._trusted]
         progress = ready(sum(self.a.targets[name].nbytes + self.b.targets[name].nbytes for name in names))
-        with ExitStack() as streams:
-            self._in_threads(names, progress, streams)
+        crew: Crew[Streams] = Crew(self.options.threads, self._open, progress)
+
+        def compare_one(streams: Streams, name: str) -> Found | None:
+            a, b = self.a.targets[name], self.b.targets[name]
+            found = compare_values((streams[0], a), (streams[1], b), self.options)
+            crew.advance(a.nbytes + b.nbytes)
+            return found
+
+        for name, found in zip(names, crew.run(compare_one, names), strict=True):
+            self._found[name] = found
+            if found is not None:
+                self.read += found.read
+                self.sums[name] = found.sums
+
+    def _open(self) -> tuple[Streams, Callable[[], None]]:
+        """Open both sides for one thread; returns how to close them, too."""
+        streams = Stream(self.a.stock), Stream(self.b.stock)
+
+        def close() -> None:
+            for stream in streams:
+                stream.close()
+
+        return streams, close
 
     def _recorded_equal(self, names: Iterable[str]) -> set[str]:
         """Return those of which both sides record the same checksums."""
@@ -118,42 +141,6 @@ class _Work:
         a, b = self.a.targets.get(name), self.b.targets.get(name)
         return a is not None and b is not None and a.shape == b.shape
 
-    def _in_threads(self, names: Iterable[str], progress: Progress, streams: ExitStack) -> None:
-        with ThreadPoolExecutor(self.options.threads) as pool:
-            futures = [pool.submit(self._compare, name, progress, streams) for name in names]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-        for future in futures:
-            if not future.cancelled():
-                future.result()
-
-    def _streams(self, streams: ExitStack) -> tuple[Stream, Stream]:
-        """Return both sides as they are open for this thread."""
-        if not hasattr(self._mine, "streams"):
-            pair_ = Stream(self.a.stock), Stream(self.b.stock)
-            with self._lock:
-                for stream in pair_:
-                    streams.callback(stream.close)
-            self._mine.streams = pair_
-        found: tuple[Stream, Stream] = self._mine.streams
-        return found
-
-    def _compare(self, name: str, progress: Progress, streams: ExitStack) -> None:
-        if self._stop.is_set():
-            return
-        mine, theirs = self._streams(streams)
-        a, b = self.a.targets[name], self.b.targets[name]
-        found = compare_values((mine, a), (theirs, b), self.options)
-        with self._lock:
-            self._found[name] = found
-            if found is not None:
-                self.read += found.read
-                self.sums[name] = found.sums
-            progress(a.nbytes + b.nbytes)
-
     def told(self) -> tuple[TensorDiff, ...]:
         """Return what has become of every tensor, in the order of A, then of B."""
         return tuple(self._told(name, self._places[name]) for name in self.names)
@@ -163,8 +150,7 @@ class _Work:
         told = TensorDiff(name=name, state="equal", a=a, b=b, layer=place.layer, module=place.module)
         if a is None or b is None:
             return replace(told, state="only in B" if a is None else "only in A")
-        aliases = {**self.a.aliases, **self.b.aliases}
-        alias = [f"tied to {aliases[name]}"] if name in aliases else []
+        alias = [f"tied to {self._aliases[name]}"] if name in self._aliases else []
         if name in self._trusted:
             return replace(told, trusted=True, why=", ".join(alias))
         other = [what for what in ("shape", "dtype") if getattr(a, what) != getattr(b, what)]

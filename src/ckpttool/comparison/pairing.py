@@ -131,7 +131,7 @@ def _converted(megatron: Opened, other: Opened, options: Options) -> tuple[Laid,
             f"{megatron.found.path}: no config.json in or beside it or on the other side, to say what model this is",
             hint="Give the directory of the model that was trained: --hf-config MODEL",
         )
-    opened = open_archive(megatron.found.path, (), settings)
+    opened = open_archive(megatron.found.path, (), settings, megatron.megatron)
     names = Reference(other.side.root, dict.fromkeys(other.tensors))
     try:
         draft = planning.draft(opened, as_mapped(names), settings)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from ckpttool.errors import Problem
+from ckpttool.source import SourceOptions
 from ckpttool.tensors import Index
 
 State = Literal["equal", "close", "differs", "only in A", "only in B"]
@@ -118,11 +119,10 @@ class Renamed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(SourceOptions):
     """How to compare. ``tolerance`` is absolute, or in units in the last place with ``ulps``; 0 is exact.
 
-    ``lora`` is ``fuse`` where adapters of a training are compared as fused; ``as_written`` casts A to the dtypes of B,
-    as a conversion would.
+    ``as_written`` casts A to the dtypes of B, as a conversion would.
     """
 
     role: str | None = None
@@ -134,13 +134,6 @@ class Options:
     ignore_dtype: bool = False
     trust_crc: bool = False
     everything: bool = False
-    hf_config: str | None = None
-    arch: str | None = None
-    producer: str | None = None
-    lora: str | None = None
-    lora_alpha: float | None = None
-    adapters: tuple[str, ...] = ()
-    adapter_config: str | None = None
     as_written: bool = False
     threads: int = 1
 

@@ -34,7 +34,8 @@ MODEL = ("model", "adapter")
 class Opened:
     """A side with its indexes read. ``tensors`` are those to compare, ``stock`` where they come from.
 
-    ``folder`` is where its configuration lies; ``before`` is what its files were like when they were opened.
+    ``folder`` is where its configuration lies; ``before`` is what its files were like when they were opened;
+    ``megatron`` is the archive, where it is one of Megatron.
     """
 
     found: Found
@@ -44,7 +45,7 @@ class Opened:
     before: Stamps
     folder: Path | None = None
     config: ModelConfig | None = None
-    megatron: bool = False
+    megatron: dcp.DcpSource | None = None
     notes: tuple[Problem, ...] = field(default_factory=tuple)
 
     def check(self) -> None:
@@ -90,8 +91,6 @@ def _shards(found: Found, given: str, options: Options) -> Opened:
         hf_config=options.hf_config,
         lora="fuse" if options.lora == "fuse" else None,
         lora_alpha=options.lora_alpha,
-        adapters=options.adapters,
-        adapter_config=options.adapter_config,
     )
     folder = find_side_folder((found.path,), settings)
     config, _ = read_side_config(folder, given=options.hf_config is not None)
@@ -120,7 +119,7 @@ def _archive(found: Found, given: str, options: Options) -> Opened:
     stock = Stock(source.root, tensors)
     side = _side(found, given, source.format, title, tensors, left_out)
     before = _stamps(stock, [dcp.METADATA_FILE])
-    return Opened(found, side, tensors, stock, before, megatron=megatron, notes=found.notes)
+    return Opened(found, side, tensors, stock, before, megatron=source if megatron else None, notes=found.notes)
 
 
 def _model(found: Found, given: str, options: Options) -> Opened:

@@ -84,15 +84,12 @@ class Ledger:
             if found[:_CRC] + found[_CRC + 4 :] == known.head[:_CRC] + known.head[_CRC + 4 :]:
                 return int.from_bytes(found[_CRC : _CRC + 4], "little")
         archive = open_archive(path, place.offset, place.length)
-        stored = [(name, entry.crc) for name, entry in archive.entries.items() if name.startswith("data/")]
+        stored = [entry for name, entry in archive.entries.items() if name.startswith("data/")]
         if len(stored) != 1:
             return 0
-        tail = os.pread(handle, TAIL, max(end - TAIL, place.offset))
-        name = tail.rfind(f"/{stored[0][0]}".encode())
-        at = tail.rfind(_ENTRY, 0, max(name, 0))
-        if at >= 0:
-            self._ends[place.length] = _End(len(tail) - at, tail[at : name + 1])
-        return stored[0][1]
+        head = os.pread(handle, _HEAD, place.offset + stored[0].listed)
+        self._ends[place.length] = _End(place.length - stored[0].listed, head)
+        return stored[0].crc
 
     def _open(self, file: str) -> int:
         if self._handle is None or self._handle[0] != file:
@@ -107,12 +104,12 @@ class Ledger:
             self._handle = None
 
 
-_ENTRY, _CRC, TAIL = b"PK\x01\x02", 16, 4096
-"""How a record of a zip's directory begins, where in it the checksum is, and how much of an archive's end has them."""
+_CRC, _HEAD = 16, 46
+"""Where the checksum is in a record of a zip's directory, and how much stands in it before the name."""
 
 
 class _End(NamedTuple):
-    """Where before the end of an archive the directory's record of its storage begins, and that up to the name."""
+    """Where before the end of an archive the directory's record of its storage begins, and that without the name."""
 
     before: int
     head: bytes

@@ -48,7 +48,7 @@ class Stream:
 
     def close(self) -> None:
         """Close the files."""
-        self._reader.__exit__(None, None, None)
+        self._reader.close()
 
     def runs(self, target: Target) -> Iterator[Array]:
         """Yield the elements of a target in order; a run is good until the next one is asked for."""
@@ -97,11 +97,10 @@ def compare_values(a: tuple[Stream, Target], b: tuple[Stream, Target], options: 
 def _compare_in(common: str, a: tuple[Stream, Target], b: tuple[Stream, Target], options: Options) -> Found:
     dtypes = a[1].dtype, b[1].dtype
     sides = tuple((stream, replace(target, dtype=common)) for stream, target in (a, b))
-    read, first = 0, 0
+    read = 0
     for x, y in in_step(*(stream.runs(target) for stream, target in sides)):
         if not are_equal(x, y):
             break
-        first += x.size
         read += x.nbytes * 2
     else:
         return Found("equal", Metrics(elements=a[1].numel, changed=0), read)

@@ -66,11 +66,16 @@ class Opened:
         return {**self.tensors, **self.adapters}
 
 
-def open_archive(archive: Path, notes: tuple[Problem, ...], options: Options) -> Opened:
-    """Read all indexes and refuse, with everything that is wrong, what is no whole Megatron model."""
+def open_archive(
+    archive: Path, notes: tuple[Problem, ...], options: Options, source: dcp.DcpSource | None = None
+) -> Opened:
+    """Read all indexes and refuse, with everything that is wrong, what is no whole Megatron model.
+
+    The archive itself is not read again where its ``source`` is given.
+    """
     side_folder = find_side_folder(archive, options)
     before = {**stamps_of(archive), **stamps(side_paths(side_folder, crowded=side_folder == archive))}
-    source = dcp.open_(archive, named=EVERY)
+    source = dcp.open_(archive, named=EVERY) if source is None else source
     tensors = {name: t for name, t in source.tensors.items() if source.part_of(name) == "model"}
     adapters = {name: t for name, t in source.tensors.items() if source.part_of(name) == "adapter"}
     used = (*tensors.values(), *adapters.values())

@@ -43,7 +43,7 @@ DIRECTORY_MOST = 128 << 20
 class Entry:
     """A record: where its local header lies (bytes from the archive's begin), its size and recorded CRC-32.
 
-    ``end`` is where the next record or the directory begins.
+    ``end`` is where the next record or the directory begins, ``listed`` where its own record of the directory does.
     """
 
     header: int
@@ -51,6 +51,7 @@ class Entry:
     crc: int
     stored: bool
     end: int = 0
+    listed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def _zip64_end(path: Path, base: int, tail: bytes, tail_at: int, end: int, lengt
 
 
 def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> dict[str, Entry]:
-    found: dict[str, tuple[int, int, int, bool]] = {}
+    found: dict[str, tuple[int, int, int, bool, int]] = {}
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\x01\x02":
@@ -268,7 +269,7 @@ def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> di
         if method == 0 and header + size > limit:
             raise _damaged(path, "a record reaches into its directory")
         name = directory[at + _CENTRAL.size : name_end].decode("utf-8", "backslashreplace")
-        found[name] = header, size, crc, method == 0
+        found[name] = header, size, crc, method == 0, limit + at
         at = name_end + extra_length + comment_length
     if len({name.lower() for name in found}) < count:  # torch takes any of them, upper case or lower
         raise _damaged(path, "two of its records have one name")
@@ -276,7 +277,10 @@ def _parse_directory(path: Path, directory: bytes, count: int, limit: int) -> di
     if len(headers) < count:  # a small file would be read as often as it says
         raise _damaged(path, "two of its records lie in one place")
     following = dict(pairwise([*headers, limit]))
-    return {name: Entry(*fields, following[fields[0]]) for name, fields in found.items()}
+    return {
+        name: Entry(header, size, crc, stored, following[header], listed)
+        for name, (header, size, crc, stored, listed) in found.items()
+    }
 
 
 def _zip64_fields(path: Path, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpttool.crew import Ready
 from ckpttool.errors import NotACheckpoint, UsageError
 from ckpttool.verification.asking import require
-from ckpttool.verification.crew import Ready
 from ckpttool.verification.result import Options, Subset, Verification
 from ckpttool.verification.running import Verifying
 from ckpttool.verification.structure import look

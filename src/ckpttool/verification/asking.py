@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpttool.crew import Ready
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused, Unmapped
 from ckpttool.formats.findings import counted
 from ckpttool.formats.folding import folded
 from ckpttool.source import Source
-from ckpttool.verification.crew import Ready
 from ckpttool.verification.result import Check, Options
 
 if TYPE_CHECKING:  # each is imported where it is asked for: they take longer than to check a small checkpoint
@@ -80,14 +80,7 @@ def ask_source(path: str, options: Options, ready: Ready) -> Answer:
     from ckpttool.comparison import Options as CompareOptions
     from ckpttool.comparison import prove
 
-    asked = CompareOptions(
-        hf_config=options.hf_config,
-        arch=options.arch,
-        producer=options.producer,
-        lora=options.lora,
-        lora_alpha=options.lora_alpha,
-        threads=options.threads,
-    )
+    asked = CompareOptions(threads=options.threads, **options.of_source())
     try:
         found = prove(options.against, path, asked, ready)
     except (BrokenCheckpoint, Refused, Unmapped) as error:  # what was found before is told all the same

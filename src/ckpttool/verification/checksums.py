@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from ckpttool.crew import Crew, Ready
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, Problem
 from ckpttool.formats.torchzip import index_archive, open_file
-from ckpttool.verification.crew import Crew, Ready
 from ckpttool.verification.records import Alike, Span, are_recorded, span_of
 from ckpttool.verification.tree import Entry, stamp_of
 from ckpttool.verification.work import Task, Unit, Work, is_raw, tasks

@@ -6,14 +6,10 @@ The schema is ``{"algorithm": "sha256", "files": {NAME: HEX}}``; files in direct
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,9 +18,10 @@ from ckpttool.errors import BrokenCheckpoint, CannotWrite, CkpttoolError, Proble
 from ckpttool.formats import dcp, fsdp, hf
 from ckpttool.formats.findings import listing
 from ckpttool.formats.jsonfile import INDEX_MOST, read_object
-from ckpttool.staging import sync, write_file
+from ckpttool.staging import cannot, take
 from ckpttool.verification.checksums import COPY, Checked
 from ckpttool.verification.tree import Entry, Identity, Tree
+from ckpttool.wholefile import write_whole
 
 FILE = "integrity.json"
 ALGORITHM = "sha256"
@@ -150,36 +147,16 @@ def write_manifest(folder: Path, digests: Mapping[str, str], *, force: bool) -> 
     Raises :class:`CannotWrite` where there is one and it is not to be replaced, or another run is at it.
     """
     text = json.dumps({"algorithm": ALGORITHM, "files": dict(sorted(digests.items()))}, indent=2)
-    partial, target = folder / f"{FILE}.partial-{secrets.token_hex(4)}", folder / FILE
+    target = folder / FILE
     try:
-        with _locked(folder):
-            check_place(folder, force=force)
-            for name in filter(_PARTIAL.fullmatch, os.listdir(folder)):  # a run that was killed left it
-                (folder / name).unlink()
-            write_file(partial, text.encode())
-            partial.replace(target)
-            sync(folder)
+        handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        code = errno.errorcode.get(error.errno or 0, "")
-        raise CannotWrite(f"{target}: {error.strerror}; nothing was left there", code=code) from error
+        raise cannot(target, error) from error
+    try:
+        if not take(handle):
+            raise CannotWrite(f"{folder}: another run is writing there", hint="Wait until it is done.")
+        check_place(folder, force=force)
+        write_whole(target, text.encode(), force=force)
     finally:
-        with suppress(OSError):
-            partial.unlink()
+        os.close(handle)
     return target
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a directory, where its file system has locks; the lock ends with the process."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise CannotWrite(f"{folder}: another run is writing there", hint="Wait until it is done.") from error
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        os.close(handle)

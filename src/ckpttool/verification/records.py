@@ -6,7 +6,6 @@ distributed checkpoint are): where all other bytes are those of one that was tak
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import itemgetter
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from ckpttool.errors import BrokenCheckpoint
 from ckpttool.formats.torchzip import LOCAL_HEADER, TorchZip, index_archive
 
 BEHIND = 24
@@ -23,7 +21,7 @@ BEHIND = 24
 LAYOUTS, LAYOUT_MOST = 1024, 1 << 14
 """Lengths of archives whose layout is remembered, and most bytes around the records of one that is."""
 
-_CENTRAL, _CRC, _LOCAL_CRC, _FLAGS = 46, 16, 14, 6
+_CRC, _LOCAL_CRC, _FLAGS = 16, 14, 6
 
 
 class Span(NamedTuple):
@@ -127,12 +125,11 @@ def _faults(view: memoryview, layout: Layout) -> Iterator[str]:
 
 def _layout_of(view: memoryview, archive: TorchZip) -> Layout:
     """Take an archive apart; raises :class:`BrokenCheckpoint` where a header does not lead to its record."""
-    central = _places_in_directory(view, archive)
     records = []
     for name, entry in archive.entries.items():
         local = bytes(view[entry.header : entry.header + LOCAL_HEADER])
         begin = archive.begin(name, local)
-        end, places = begin + entry.size, [central[entry.header]]
+        end, places = begin + entry.size, [entry.listed + _CRC]
         if not local[_FLAGS] & 8:
             places.append(entry.header + _LOCAL_CRC)
         elif entry.end - end >= 12:
@@ -143,18 +140,3 @@ def _layout_of(view: memoryview, archive: TorchZip) -> Layout:
     around = itemgetter(*(slice(a[1], b[0]) for a, b in pairwise(edges)))
     size = sum(entry.size for entry in archive.entries.values())
     return Layout(size, tuple(records), around, b"".join(around(view)), are_recorded(archive))
-
-
-def _places_in_directory(view: memoryview, archive: TorchZip) -> dict[int, int]:
-    """Return where the directory has the checksum of a record, by where the record's header is."""
-    at, found = int.from_bytes(view[-6:-2], "little"), dict[int, int]()
-    if bytes(view[at : at + 4]) != b"PK\x01\x02":  # a comment behind the end record, or zip64
-        at = max(entry.end for entry in archive.entries.values())
-    while bytes(view[at : at + 4]) == b"PK\x01\x02":
-        name, extra, comment = struct.unpack_from("<HHH", view, at + 28)
-        header = int.from_bytes(view[at + 42 : at + 46], "little")
-        found[header] = at + _CRC
-        at += _CENTRAL + name + extra + comment
-    if not {entry.header for entry in archive.entries.values()} <= found.keys():
-        raise BrokenCheckpoint(f"{archive.path.name}: its directory is not where it should be", code="damaged-zip")
-    return found

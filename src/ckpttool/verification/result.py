@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ckpttool.errors import Problem
+from ckpttool.source import SourceOptions
 
 State = Literal["sound", "faults", "not recorded", "not asked", "not there"]
 
@@ -22,10 +23,10 @@ class Subset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(SourceOptions):
     """What to check beside structure, checksums and ``integrity.json``; ``force`` replaces one that is there.
 
-    ``against`` is what the checkpoint was converted from; ``hf_config`` to ``lora_alpha`` say how, where files do not.
+    ``against`` is what the checkpoint was converted from.
     """
 
     step: str | None = None
@@ -35,11 +36,6 @@ class Options:
     write_integrity: bool = False
     second_opinion: bool = False
     against: str | None = None
-    hf_config: str | None = None
-    arch: str | None = None
-    producer: str | None = None
-    lora: str | None = None
-    lora_alpha: float | None = None
     force: bool = False
     threads: int = 1
 

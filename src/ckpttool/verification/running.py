@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from ckpttool.crew import Ready
 from ckpttool.errors import Problem, UsageError
 from ckpttool.formats.dcp import DcpSource
 from ckpttool.formats.findings import counted
@@ -12,7 +13,6 @@ from ckpttool.tensors import TensorInfo
 from ckpttool.verification import integrity
 from ckpttool.verification.asking import Answer, ask_framework, ask_source
 from ckpttool.verification.checksums import Checked, check_bytes
-from ckpttool.verification.crew import Ready
 from ckpttool.verification.integrity import Manifest
 from ckpttool.verification.naming import with_tensors
 from ckpttool.verification.result import Check, FileCheck, Options, State, ValueCheck, Verification

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckpttool.crew import Crew, Ready
 from ckpttool.elements import Array, dtype_of
 from ckpttool.errors import CkpttoolError, Problem, Refused
 from ckpttool.formats.folding import folded
 from ckpttool.reading import Reader
 from ckpttool.tensors import DTYPE_BITS, Box, Piece, TensorInfo, bands
-from ckpttool.verification.crew import Crew, Ready
 from ckpttool.verification.result import ValueCheck
 
 PART = 1 << 20
@@ -129,7 +129,7 @@ class _Readers:
 
     def close(self) -> None:
         for reader in self._by_root.values():
-            reader.__exit__(None, None, None)
+            reader.close()
 
 
 def _begin() -> tuple[_Readers, Callable[[], None]]:

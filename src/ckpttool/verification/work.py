@@ -86,7 +86,6 @@ class Plan:
         self.tree = tree
         self.works: dict[tuple[int, int], Work] = {}
         self.problems: list[Problem] = []
-        self.raw = 0
 
     def work(self, entry: Entry) -> Work:
         """Return the work of a file, a new one where there is none."""
