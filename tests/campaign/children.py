@@ -184,8 +184,9 @@ class Child:
     out: Path
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal."""
-        os.kill(self.process.pid, number)
+        """Send it a signal, unless it comes to its end in that very moment."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     def end(self) -> End:
         """Wait for its end."""
