@@ -106,32 +106,43 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.layout", "ckpttool.source", "ckpttool.formats", "ckpttool.tensors", "ckpttool.errors"),
         *("ckpttool.unpickle", "ckpttool.records"),  # to pause the collector; to vet what torch is to read
     },
+    "ckpttool.callbacks": {"ckpttool.errors"},
+    "ckpttool.watching": {  # every command may be an action
+        *("ckpttool.callbacks", "ckpttool.verification", "ckpttool.converting", "ckpttool.merging"),
+        *("ckpttool.migration", "ckpttool.inspection", "ckpttool.export", "ckpttool.staging", "ckpttool.wholefile"),
+        *("ckpttool.layout", "ckpttool.formats", "ckpttool.errors"),
+    },
+    "ckpttool.integrations": {"ckpttool.watching", "ckpttool.callbacks", "ckpttool.errors"},
     "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},
     "ckpttool.render": {
         *("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.converting", "ckpttool.demo"),
         *("ckpttool.architectures", "ckpttool.export", "ckpttool.errors", "ckpttool.telling"),
-        *("ckpttool.comparison", "ckpttool.verification"),
+        *("ckpttool.comparison", "ckpttool.verification", "ckpttool.watching", "ckpttool.callbacks"),
         "ckpttool.formats",  # to fold names
     },
     "ckpttool.cli": {
-        *("ckpttool.comparison", "ckpttool.verification"),
+        *("ckpttool.comparison", "ckpttool.verification", "ckpttool.watching"),
         *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.demo"),
         *("ckpttool.converting", "ckpttool.architectures", "ckpttool.errors"),
         "ckpttool.layout",  # to complete the steps of a run, without the weight of an inspection
         "ckpttool.export",  # the words of --dtype
     },
     "ckpttool.__main__": {"ckpttool.cli"},
-    "ckpttool": {"ckpttool.inspection", "ckpttool.source", "ckpttool.tensors", "ckpttool.errors"},
+    "ckpttool": {"ckpttool.callbacks", "ckpttool.inspection", "ckpttool.source", "ckpttool.tensors", "ckpttool.errors"},
 }
 
 # Libraries that only some layers may import; all others come from the standard library or are free.
 ONLY_IN = {"typer": {"ckpttool.cli"}, "click": set(), "rich": {"ckpttool.render"}}
-OPERATIONS = ("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.converting")
+OPERATIONS = (
+    *("ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.converting", "ckpttool.watching"),
+)
 NEVER_AT_TOP = {"torch", "megatron", "transformers"}
 NOT_TO_START = {
     "ckpttool": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
     "ckpttool.source": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
     "ckpttool.verification": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
+    "ckpttool.watching": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
+    "ckpttool.integrations": {"numpy", "rich", "typer", "ml_dtypes", "safetensors"},
     "ckpttool.cli": {"numpy", "rich", "ml_dtypes", "safetensors"},
 }
 """What importing a module must not import with it."""

@@ -1,0 +1,1 @@
+"""What trainers call: one module a trainer, importable where the trainer is not installed."""
