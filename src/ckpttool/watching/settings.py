@@ -18,6 +18,10 @@ class Settings:
     and every ``keep_every``-th are kept; without ``yes`` it only says what it would delete. ``pin`` hard-links the
     checkpoint while actions run. ``retries`` are further attempts at an action that fails; ``keep_going`` goes on with
     the next checkpoint after that. ``roles`` limits everything to these roles; no role means all.
+
+    ``state`` is the file that remembers what was done, where it is not the run's own, and ``interval`` the seconds
+    between two looks. Two are for a callback in a trainer only: ``background`` lets training go on while actions run,
+    ``patience`` is how many seconds it waits for a save that others finish; without one, as long as training lasts.
     """
 
     verify: bool = False
@@ -37,3 +41,7 @@ class Settings:
     retries: int = 0
     keep_going: bool = False
     roles: tuple[str, ...] = ()
+    state: str | None = None
+    interval: float = 30.0
+    background: bool = False
+    patience: float | None = None
