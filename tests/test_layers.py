@@ -121,7 +121,7 @@ LAYERS: dict[str, set[str]] = {
         "ckpttool.formats",  # to fold names
     },
     "ckpttool.cli": {
-        *("ckpttool.comparison", "ckpttool.verification", "ckpttool.watching"),
+        *("ckpttool.comparison", "ckpttool.verification", "ckpttool.watching", "ckpttool.callbacks"),
         *("ckpttool.render", "ckpttool.inspection", "ckpttool.migration", "ckpttool.merging", "ckpttool.demo"),
         *("ckpttool.converting", "ckpttool.architectures", "ckpttool.errors"),
         "ckpttool.layout",  # to complete the steps of a run, without the weight of an inspection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -41,3 +42,7 @@ class CheckpointCallback:
 
     def on_save(self, event: CheckpointEvent, **kwargs: Any) -> None:
         """Act on a checkpoint that is finished; whatever is raised is a failure of the action."""
+
+
+def search_here(run: Path) -> None:
+    """Make the working directory importable."""

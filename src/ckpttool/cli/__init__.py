@@ -23,6 +23,7 @@ from ckpttool.cli.migrate import migrate
 from ckpttool.cli.options import PlainCommand, PlainGroup
 from ckpttool.cli.session import Session
 from ckpttool.cli.verify import verify
+from ckpttool.cli.watch import watch
 from ckpttool.errors import CannotWrite, CkpttoolError, NotACheckpoint
 
 app = Typer(
@@ -40,6 +41,7 @@ app.command("merge-fsdp", cls=PlainCommand, short_help="FSDP shards to a Hugging
 app.command("to-hf", cls=PlainCommand, short_help="A Megatron checkpoint to a Hugging Face directory.")(to_hf)
 app.command("diff", cls=PlainCommand, short_help="Where two checkpoints differ, and by how much.")(diff)
 app.command("verify", cls=PlainCommand, short_help="Whether every byte is as it was written.")(verify)
+app.command("watch", cls=PlainCommand, short_help="Act on each checkpoint when it is finished.")(watch)
 app.command("demo", cls=PlainCommand, short_help="Try the commands on small real checkpoints.")(demo)
 
 INTERRUPTED = 130

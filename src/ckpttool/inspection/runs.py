@@ -91,7 +91,7 @@ def _rows(step: Path, run: Path, look: Look, roles: Callable[[Path], list[Path]]
 
 def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
     where = str(path.relative_to(base))
-    step = layout.numbered(path)
+    step, role = layout.numbered(path), role_below(path, base)
     tell(where)
     try:
         with refusals_of(where):
@@ -99,13 +99,19 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
     except Refused as error:
         draft.fault("refused", error.message, hint=error.hint)
         return StepRow(
-            step, _role(path, base), where, "refused", "refused: it would run code", "refused", error.message, 0, 0.0
+            step,
+            role_below(path, base),
+            where,
+            "refused",
+            "refused: it would run code",
+            "refused",
+            error.message,
+            0,
+            0.0,
         )
     except OSError as error:
         draft.fault("unreadable", f"{where}: {error.strerror}", hint="Is a training run at work here? Try again.")
-        return StepRow(
-            step, _role(path, base), where, "unknown", "not readable", "unknown", str(error.strerror), 0, 0.0
-        )
+        return StepRow(step, role, where, "unknown", "not readable", "unknown", str(error.strerror), 0, 0.0)
     reason = _reason(found)
     if found.faults:
         first = found.faults[0]
@@ -114,11 +120,11 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
         draft.fault(found.state, reason, path=where)
     draft.problems += [replace(p, path=where) for p in found.problems if p.code == "migration-interrupted"]
     size, modified = (found.disk.unique, found.disk.modified) if found.disk else (0, 0.0)
-    return StepRow(step, _role(path, base), where, found.kind, found.title, found.state, reason, size, modified)
+    return StepRow(step, role, where, found.kind, found.title, found.state, reason, size, modified)
 
 
-def _role(path: Path, base: Path) -> str:
-    """Return the role: the directory below the step, also where the checkpoint lies deeper."""
+def role_below(path: Path, base: Path) -> str:
+    """Return the role of a checkpoint in a run: the directory below the step, also where the checkpoint lies deeper."""
     parts = path.relative_to(base).parts
     below = next((parts[at + 1] for at, part in enumerate(parts[:-1]) if layout.step_of(part) is not None), "")
     return below or role_of(path) or ""

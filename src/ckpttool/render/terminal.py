@@ -71,8 +71,8 @@ class _Trimmed(io.TextIOBase):
         self._file.flush()
 
 
-def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) -> str:
-    """Return the one JSON object that a command prints with ``--json``."""
+def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem], lines: bool = True) -> str:
+    """Return the JSON object that a command prints with ``--json``, in many lines or in one."""
     body = {
         "ckpttool": ENVELOPE_VERSION,
         "command": command,
@@ -80,7 +80,7 @@ def envelope(command: str, *, ok: bool, data: Any, problems: Iterable[Problem]) 
         "data": data,
         "problems": [asdict(problem) for problem in problems],
     }
-    return json.dumps(body, indent=2, ensure_ascii=True)
+    return json.dumps(body, indent=2 if lines else None, ensure_ascii=True)
 
 
 def show_error(error: CkpttoolError, out: Console) -> None:

@@ -1,0 +1,237 @@
+"""The watch itself: look, act on what is finished, prune, wait, look again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpttool import layout
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused, UsageError
+from ckpttool.inspection import kinds
+from ckpttool.watching.actions import actions_of
+from ckpttool.watching.firing import Clock, Firing, Sleep, Unfinished
+from ckpttool.watching.pins import clear_pins
+from ckpttool.watching.pruning import Pruner
+from ckpttool.watching.result import Notice, Status, What
+from ckpttool.watching.scanning import Candidate, Scan, is_rewritten, scan
+from ckpttool.watching.settings import Settings
+from ckpttool.watching.signs import awaited
+from ckpttool.watching.state import NAME, State
+from ckpttool.watching.waiting import Outlook
+
+Waiting = Callable[[Status], None]
+
+
+@dataclass(slots=True)
+class _Look:
+    """What one look came to: what was seen, and by name what is not finished, with what it waits for."""
+
+    seen: Scan
+    missing: dict[str, str] = field(default_factory=dict)
+    fired: bool = False
+
+
+class Watcher:
+    """Follows a run, from :meth:`__enter__`, which locks its state, to :meth:`__exit__`."""
+
+    def __init__(
+        self,
+        run: Path,
+        settings: Settings,
+        *,
+        clock: Clock = time.time,
+        sleep: Sleep = time.sleep,
+    ) -> None:
+        """Check everything that can be checked before there is a checkpoint; raises :class:`UsageError`."""
+        self._run = Path(os.path.abspath(run))  # noqa: PTH100 - resolve() would follow links
+        self._settings, self._clock, self._sleep = settings, clock, sleep
+        self._state = State(Path(settings.state) if settings.state is not None else self._run / NAME)
+        self._actions = actions_of(settings, self._run)
+        self._firing = Firing(self._run, self._actions, settings, self._state, clock=clock, sleep=sleep)
+        self._pruner = Pruner(self._run, settings, self._state, clock)
+        self._outlook = Outlook()
+        self._told: dict[str, object] = {}
+        self._given_up: set[str] = set()
+
+    def __enter__(self) -> Watcher:
+        """Lock and read the state; raises :class:`~ckpttool.errors.CannotWrite` where another watch has it."""
+        self._state.__enter__()
+        clear_pins(self._run)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._state.__exit__(*error)
+
+    @property
+    def failures(self) -> list[CkpttoolError]:
+        """What actions that failed came to, in the end."""
+        return self._firing.failures
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 where an action failed."""
+        return 1 if self.failures else 0
+
+    def watch(
+        self,
+        *,
+        once: bool = False,
+        timeout: float | None = None,
+        since: int = 0,
+        waiting: Waiting = lambda _status: None,
+    ) -> Iterator[Notice]:
+        """Act on every checkpoint of the run, in the order of steps, when it is finished; tell of everything.
+
+        It ends after one look if ``once`` is set (after a second one where no sign is known), when nothing was finished
+        for ``timeout`` seconds, or when an action fails, unless the settings say to keep going. ``waiting`` is told
+        where things stand before each pause. Raises :class:`NotACheckpoint` for what cannot be a run.
+        """
+        _check_run(self._run)
+        yield self._begun()
+        yield from self._gone()
+        quiet_since, looks = self._clock(), 0
+        while True:
+            look, looks = (yield from self._look(since=since, final=once)), looks + 1
+            if self.failures and not self._settings.keep_going:
+                yield self._stopped("an action failed", look)
+                return
+            yield from self._pruner.prune(since)
+            quiet_since = self._clock() if look.fired else quiet_since
+            status = self._outlook.look(look.seen.candidates, look.missing, self._clock())
+            if once and (looks > 1 or not _needs_a_second_look(look)):
+                yield self._stopped("that was one look", look)
+                return
+            if timeout is not None and self._clock() - quiet_since >= timeout:
+                yield self._stopped(f"nothing was finished for {timeout:g} s", look)
+                return
+            waiting(status)
+            self._sleep(self._settings.interval)
+
+    def act_on(self, step: int, *, patience: float | None) -> Iterator[Notice]:
+        """Act on every checkpoint of one step when it is finished, and return; an action that fails ends it.
+
+        It is waited for up to ``patience`` seconds (``None``: for ever). Raises :class:`BrokenCheckpoint` where it is
+        not finished by then, and :class:`NotACheckpoint` where there is no such step.
+        """
+        begun, looks = self._clock(), 0
+        while True:
+            look, looks = (yield from self._look(since=step, only=step, final=False)), looks + 1
+            if self.failures and not self._settings.keep_going:
+                return
+            self._outlook.look(look.seen.candidates, look.missing, self._clock())
+            if not look.missing and (look.seen.candidates or self._has_entry(step)):
+                yield from self._pruner.prune(0)
+                return
+            if patience is not None and self._clock() - begun >= patience:
+                raise self._not_finished(step, look)
+            self._sleep(self._settings.interval)
+
+    def _look(self, *, since: int, only: int | None = None, final: bool) -> Generator[Notice, None, _Look]:
+        """Look once, and act on what is finished."""
+        look = _Look(scan(self._run, roles=self._settings.roles, since=since, only=only, known=self._known()))
+        for candidate in look.seen.candidates:
+            why = awaited(
+                candidate.sign,
+                newest=candidate.extent.newest,
+                unchanged=self._outlook.unchanged(candidate),
+                now=self._clock(),
+            )
+            if not why:
+                why = yield from self._fire(candidate, final=final)
+                look.fired = look.fired or not why
+            if why:
+                look.missing[candidate.name] = why
+            if self.failures and not self._settings.keep_going:
+                break
+        return look
+
+    def _known(self) -> set[str]:
+        """Return the names of checkpoints on which nothing is to be done any more, unless they are saved anew."""
+        entries = self._state.entries.items()
+        return {
+            name
+            for name, entry in entries
+            if (entry.course == "done" or name in self._given_up)
+            and (entry.anchor is None or not is_rewritten(self._run / name, entry.anchor))
+        }
+
+    def _fire(self, candidate: Candidate, *, final: bool) -> Generator[Notice, None, str]:
+        """Act on a checkpoint whose sign is given; return what it waits for where it is not whole after all."""
+        failed = len(self.failures)
+        try:
+            yield from self._firing.fire(candidate)
+        except (Unfinished, Refused, NotACheckpoint) as error:
+            if not candidate.path.exists():
+                yield self._notice("gone", f"{candidate.name} was removed before anything was done with it", error)
+                return ""
+            again = self._told.get(candidate.name) == candidate.extent
+            if not again and (final or self._outlook.unchanged(candidate)):
+                self._told[candidate.name] = candidate.extent
+                message = f"{candidate.name}: its trainer calls it finished, but it is not whole"
+                yield self._notice("incomplete", message, error, name=candidate.name)
+            return "its files, of which some are missing or broken"
+        if len(self.failures) > failed:
+            self._given_up.add(candidate.name)
+        self._outlook.finished(candidate)
+        return ""
+
+    def _begun(self) -> Notice:
+        done = sum(entry.course == "done" for entry in self._state.entries.values())
+        labels = [action.label for action in self._actions]
+        data = {"run": str(self._run), "state": str(self._state.path), "actions": labels, "done_before": done}
+        message = f"watching {self._run}"
+        return Notice(what="watching", at=self._clock(), message=message, data=data)
+
+    def _gone(self) -> Iterator[Notice]:
+        """Tell of checkpoints that were removed before all that was to be done with them was done."""
+        for name, entry in list(self._state.entries.items()):
+            if entry.course in ("running", "failed") and not (self._run / name).exists():
+                self._state.change(name, course="gone", at=self._clock())
+                message = f"{name} was removed before all actions on it were done"
+                hint = "--pin keeps a checkpoint while actions on it run."
+                problem = Problem(code="gone", message=message, path=name, hint=hint)
+                yield Notice(what="gone", at=self._clock(), message=message, problems=(problem,))
+
+    def _stopped(self, why: str, look: _Look) -> Notice:
+        waiting = [{"checkpoint": name, "waits_for": what} for name, what in look.missing.items()]
+        done = sum(entry.course == "done" for entry in self._state.entries.values())
+        data = {"reason": why, "done": done, "failed": len(self.failures), "unfinished": waiting}
+        return Notice(what="stopped", at=self._clock(), message=f"stopped: {why}", data=data)
+
+    def _notice(self, what: What, message: str, error: CkpttoolError, *, name: str = "") -> Notice:
+        problems = error.problems or (Problem(code=error.code, message=error.message, path=name, hint=error.hint),)
+        return Notice(what=what, at=self._clock(), message=message, problems=problems, data={"name": name})
+
+    def _has_entry(self, step: int) -> bool:
+        return any(entry.step == step for entry in self._state.entries.values())
+
+    def _not_finished(self, step: int, look: _Look) -> CkpttoolError:
+        if not any(number == step for number, _ in look.seen.steps):
+            return NotACheckpoint(
+                f"{self._run}: no step {step} here",
+                hint="Training and the process that calls this need a common file system.",
+            )
+        problems = [
+            Problem(code="unfinished", message=f"{name} waits for {why}", path=name)
+            for name, why in look.missing.items()
+        ]
+        return BrokenCheckpoint(f"{self._run}: step {step} is not finished", problems=problems, code="unfinished")
+
+
+def _needs_a_second_look(look: _Look) -> bool:
+    """Tell whether what is not finished has no sign that could be looked for."""
+    return any(candidate.sign is None and candidate.name in look.missing for candidate in look.seen.candidates)
+
+
+def _check_run(run: Path) -> None:
+    """Raise for what cannot be a run: nothing, a file, a step, a role."""
+    if not run.is_dir():
+        hint = f"If training is yet to make it: mkdir -p {run}"
+        raise NotACheckpoint(f"{run}: no such directory", hint="" if run.exists() else hint)
+    above = next((p for p in (run, run.parent) if layout.step_of(p.name) is not None), None)
+    if above is not None or (kinds.is_checkpoint(run) and not kinds.is_run(run)):
+        hint = f"Its run: ckpttool watch {above.parent}" if above is not None else "Give the directory above it."
+        raise UsageError(f"{run}: a checkpoint; what is watched is a run, the directory of its steps", hint=hint)

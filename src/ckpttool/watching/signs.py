@@ -1,0 +1,132 @@
+"""Signs: what each producer writes last, so that a checkpoint is known to be finished.
+
+===============================  ===========================================================================
+verl's Megatron layout v2        ``ckpt_contents.json`` of the role, by renaming
+verl and SkyRL, other roles      the tracker of the run says this step or a later one
+Megatron-LM, slime, NeMo         ``metadata.json`` of the archive; the tracker for formats without it
+torch DCP (torchtitan)           ``.metadata``, by renaming
+Hugging Face Trainer             ``trainer_state.json`` of the step
+NeMo-RL                          the name of the step: it is ``tmp_step_N`` while it is written
+===============================  ===========================================================================
+
+A sign may be left from an earlier save of the same step: it counts where it is not older than the data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttool import layout
+from ckpttool.errors import NotACheckpoint
+from ckpttool.formats import dcp
+from ckpttool.formats.torchzip import read_range
+from ckpttool.inspection import runs
+
+TRAINER_STATE = "trainer_state.json"
+TRAINING_INFO = "training_info.json"
+"""What NeMo-RL writes first into ``tmp_step_N``."""
+
+SLACK = 2.0
+"""Seconds that a file system's times are off by, at most, for files that were written one after the other."""
+
+SETTLED = 600.0
+"""Seconds without a change after which nothing is written any more, for a save whose sign cannot be told."""
+
+_OF_A_TRAINER = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth")
+_TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """A producer's signal: ``what`` it is, whether it is ``given``, and when (seconds since 1970, where that is known).
+
+    ``absent`` tells that not even an old one is there: this run may be of a trainer that gives none.
+    """
+
+    what: str
+    given: bool
+    at: float | None = None
+    absent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracker:
+    """A run's tracker: its name, the step that it says (``None``: that cannot be told), and when it was written."""
+
+    name: str
+    step: int | None
+    at: float
+
+
+def read_tracker(run: Path) -> Tracker | None:
+    """Return the tracker of a run, or ``None`` where there is none. Trainers write it in place: it may be empty."""
+    path = runs.tracker(run)
+    if path is None:
+        return None
+    try:
+        at = path.stat().st_mtime
+        said = read_range(path, 0, 64).decode(errors="replace").strip()
+    except (OSError, NotACheckpoint):
+        return None
+    return Tracker(name=path.name, step=int(said) if said.isascii() and said.isdigit() else None, at=at)
+
+
+def sign_of(checkpoint: Path, step: Path, number: int, tracker: Tracker | None, *, by_trainer: bool) -> Sign | None:
+    """Return the sign of a checkpoint in a step directory, or ``None`` where none is known.
+
+    ``by_trainer`` tells that other steps of the run are from Hugging Face's Trainer.
+    """
+    names = set(os.listdir(checkpoint))
+    beside = names if checkpoint == step else set(os.listdir(step))
+    if step.name.startswith("step_") and TRAINING_INFO in beside:
+        return Sign(what=f"the name {step.name}", given=True)
+    if layout.MANIFEST in names or (step.name.startswith("global_step") and _has(checkpoint, _TREES)):
+        return _file(checkpoint, layout.MANIFEST)
+    if step.name.startswith("global_step"):
+        return _said(tracker, number, layout.TRACKER)
+    if TRAINER_STATE in beside or (step.name.startswith("checkpoint-") and (by_trainer or _is_trainers(beside))):
+        return _file(step, TRAINER_STATE)
+    if dcp.BACKEND_FILE in names or dcp.METADATA_FILE in names or any(name.endswith(".distcp") for name in names):
+        is_megatron = dcp.BACKEND_FILE in names or step.name.startswith("iter_")
+        return _file(checkpoint, dcp.BACKEND_FILE if is_megatron else dcp.METADATA_FILE)
+    return _said(tracker, number, layout.TRACKER) if step.name.startswith("iter_") else None
+
+
+def _has(path: Path, trees: Collection[str]) -> bool:
+    return any((path / tree).is_dir() for tree in trees)
+
+
+def _is_trainers(names: Collection[str]) -> bool:
+    return any(name in names for name in _OF_A_TRAINER) or any(name.startswith("rng_state_") for name in names)
+
+
+def _file(folder: Path, name: str) -> Sign:
+    try:
+        return Sign(what=name, given=True, at=(folder / name).stat().st_mtime)
+    except FileNotFoundError:
+        return Sign(what=name, given=False)
+
+
+def _said(tracker: Tracker | None, number: int, usual: str) -> Sign:
+    if tracker is None:
+        return Sign(what=usual, given=False, absent=True)
+    given = tracker.step is not None and tracker.step >= number
+    return Sign(what=tracker.name, given=given, at=tracker.at)
+
+
+def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float) -> str:
+    """Return what a checkpoint has to wait for before it is finished; nothing where that has come.
+
+    ``newest`` is when its data were written last, ``unchanged`` whether nothing in it has changed since the last look.
+    """
+    if sign is None:
+        return "" if unchanged else "a second look: its trainer gives no sign that is known"
+    settled = unchanged and now - newest > SETTLED
+    if not sign.given:
+        return "" if sign.absent and settled else sign.what
+    if sign.at is None or sign.at >= newest - SLACK or settled:
+        return ""
+    return f"{sign.what}, which is older than its data"

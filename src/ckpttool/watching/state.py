@@ -1,0 +1,144 @@
+"""What a watch has done: a small file beside the steps, so that a restart neither repeats nor misses anything.
+
+It is replaced as a whole, before an action begins and after it is done. An action that is not recorded as done when
+the watch is killed is done again: at least once, never not at all. Whoever has the state open holds a lock on the file
+``NAME.lock`` beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint
+from ckpttool.formats.jsonfile import read_object
+from ckpttool.staging import take
+from ckpttool.watching.scanning import Anchor
+from ckpttool.wholefile import write_whole
+
+NAME = ".ckpttool-watch.json"
+SCHEMA = 1
+
+Course = Literal["running", "failed", "done", "gone"]
+
+_KINDS = {"step": int, "role": str, "attempts": int, "actions": list, "at": float}
+"""What values of the file have to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What was done with a checkpoint: ``actions`` are those done, by label; ``anchor`` tells which save it is.
+
+    ``attempts`` counts how often it was begun, ``at`` is when that changed last (seconds since 1970), ``status`` the
+    code of the action that failed.
+    """
+
+    step: int
+    role: str
+    course: Course
+    anchor: Anchor | None
+    actions: tuple[str, ...] = ()
+    attempts: int = 1
+    at: float = 0.0
+    status: int | None = None
+
+
+class State:
+    """The state of a run's watch, read and locked from :meth:`__enter__` to :meth:`__exit__`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        self._lock = -1
+
+    def __enter__(self) -> State:
+        """Lock and read it; raises :class:`CannotWrite` where another watch has it, or where it is none."""
+        self._lock = _locked(self.path)
+        try:
+            self.entries = _read(self.path)
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
+
+    def put(self, name: str, entry: Entry) -> None:
+        """Record what was done with a checkpoint; it is on disk when this returns. Raises :class:`CannotWrite`."""
+        before = self.entries.get(name)
+        self.entries[name] = entry
+        try:
+            write_whole(self.path, _written(self.entries), force=True)
+        except BaseException:
+            if before is None:
+                del self.entries[name]
+            else:
+                self.entries[name] = before
+            raise
+
+    def change(self, name: str, **changes: Any) -> None:
+        """Record what is new about a checkpoint."""
+        self.put(name, replace(self.entries[name], **changes))
+
+
+def _locked(path: Path) -> int:
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise CannotWrite(
+            f"{lock}: {error.strerror}; a watch keeps its state there", hint="Name a file elsewhere: --state FILE."
+        ) from error
+    if take(handle):
+        return handle
+    os.close(handle)
+    raise CannotWrite(
+        f"{path}: another watch is at work with this state",
+        hint="Wait for it, or end it. A watch with other actions has a state of its own: --state FILE.",
+        code="busy",
+    )
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    if not os.path.lexists(path):
+        return {}
+    try:
+        content = read_object(path)
+        if content.get("ckpttool_watch") != SCHEMA:
+            raise BrokenCheckpoint(f"{path.name}: not the state of a watch of schema {SCHEMA}")
+        return {name: _entry(name, value) for name, value in content["checkpoints"].items()}
+    except (BrokenCheckpoint, NotACheckpoint, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CannotWrite(
+            f"{path}: this is no state of a watch: {error}",
+            hint="Name another file with --state. Without it, every checkpoint is acted on as if it were new.",
+            code="bad-state",
+        ) from error
+
+
+def _entry(name: str, value: Mapping[str, Any]) -> Entry:
+    whole = all(type(value[key]) is kind for key, kind in _KINDS.items()) and value["course"] in get_args(Course)
+    if not whole or not all(isinstance(label, str) for label in value["actions"]):
+        raise ValueError(f"checkpoint {name!r}")
+    return Entry(**{**value, "anchor": _anchor(value["anchor"]), "actions": tuple(value["actions"])})
+
+
+def _anchor(value: Mapping[str, Any] | None) -> Anchor | None:
+    if value is None:
+        return None
+    if type(value["file"]) is not str or type(value["written"]) is not int:
+        raise ValueError("an anchor")
+    return Anchor(**value)
+
+
+def _written(entries: Mapping[str, Entry]) -> bytes:
+    body = {"ckpttool_watch": SCHEMA, "checkpoints": {name: asdict(entry) for name, entry in sorted(entries.items())}}
+    return json.dumps(body, indent=1).encode() + b"\n"
