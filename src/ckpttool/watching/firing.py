@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ckpttool.callbacks import CheckpointEvent
-from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem
 from ckpttool.inspection import Inspection, inspect
 from ckpttool.watching.actions import Action, ActionFailed
 from ckpttool.watching.pins import pinned
@@ -23,10 +23,8 @@ LONGEST_WAIT = 60.0
 """Seconds between two attempts at an action, at most: they begin at one and double."""
 
 
-class Unfinished(CkpttoolError):
+class Unfinished(BrokenCheckpoint):
     """A checkpoint that its trainer calls finished and whose structure does not bear it out; ``problems`` say why."""
-
-    exit_code = 4
 
 
 def confirmed(path: Path, *, signed: bool) -> Inspection:

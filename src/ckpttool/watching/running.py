@@ -12,7 +12,7 @@ from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused, UsageError
 from ckpttool.inspection import kinds
 from ckpttool.watching.actions import actions_of
-from ckpttool.watching.firing import Clock, Firing, Sleep, Unfinished
+from ckpttool.watching.firing import Clock, Firing, Sleep
 from ckpttool.watching.pins import clear_pins
 from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
@@ -138,6 +138,7 @@ class Watcher:
                 newest=candidate.extent.newest,
                 unchanged=self._outlook.unchanged(candidate),
                 now=self._clock(),
+                known=candidate.name in self._state.entries,
             )
             if not why:
                 why = yield from self._fire(candidate, final=final)
@@ -163,7 +164,7 @@ class Watcher:
         failed = len(self.failures)
         try:
             yield from self._firing.fire(candidate)
-        except (Unfinished, Refused, NotACheckpoint) as error:
+        except (BrokenCheckpoint, Refused, NotACheckpoint) as error:
             if not candidate.path.exists():
                 yield self._notice("gone", f"{candidate.name} was removed before anything was done with it", error)
                 return ""

@@ -29,8 +29,8 @@ TRAINER_STATE = "trainer_state.json"
 TRAINING_INFO = "training_info.json"
 """What NeMo-RL writes first into ``tmp_step_N``."""
 
-SLACK = 2.0
-"""Seconds that a file system's times are off by, at most, for files that were written one after the other."""
+SLACK = 1.0
+"""Seconds by which the clocks of machines that write into one file system differ, at most."""
 
 SETTLED = 600.0
 """Seconds without a change after which nothing is written any more, for a save whose sign cannot be told."""
@@ -117,16 +117,17 @@ def _said(tracker: Tracker | None, number: int, usual: str) -> Sign:
     return Sign(what=tracker.name, given=given, at=tracker.at)
 
 
-def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float) -> str:
+def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, known: bool = False) -> str:
     """Return what a checkpoint has to wait for before it is finished; nothing where that has come.
 
-    ``newest`` is when its data were written last, ``unchanged`` whether nothing in it has changed since the last look.
+    ``newest`` is when its data were written last, ``unchanged`` whether nothing in it has changed since the last look,
+    ``known`` whether it was finished before and is now saved anew: its sign is then taken at its word only if newer.
     """
     if sign is None:
         return "" if unchanged else "a second look: its trainer gives no sign that is known"
     settled = unchanged and now - newest > SETTLED
     if not sign.given:
         return "" if sign.absent and settled else sign.what
-    if sign.at is None or sign.at >= newest - SLACK or settled:
+    if sign.at is None or sign.at >= newest - (0 if known else SLACK) or settled:
         return ""
     return f"{sign.what}, which is older than its data"

@@ -1,0 +1,180 @@
+"""Signs: which file of which producer says that a checkpoint is finished, and when that counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from ckpttool.watching.scanning import measure, scan
+from ckpttool.watching.signs import SETTLED, SLACK, Sign, awaited, read_tracker, sign_of
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def fill(folder: Path, names: Iterable[str]) -> Path:
+    """Empty files, and directories where a name ends with a slash: signs are known by names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        path = folder / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.touch()
+    return folder
+
+
+Find = Callable[..., Sign | None]
+
+
+@pytest.fixture
+def sign(run: Path) -> Find:
+    def find(where: str, names: Iterable[str], beside: Iterable[str] = (), *, by_trainer: bool = False) -> Sign | None:
+        checkpoint, step = fill(run / where, names), fill(run / where.split("/")[0], beside)
+        number = int("".join(c for c in step.name if c.isdigit()))
+        return sign_of(checkpoint, step, number, read_tracker(run), by_trainer=by_trainer)
+
+    return find
+
+
+SHARDS = ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt", "huggingface/")
+V2 = ("model/dist_ckpt/", "optimizer/dist_ckpt/", "extra/dist_ckpt/")
+ARCHIVE = ("__0_0.distcp", ".metadata")
+MODEL = ("config.json", "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("where", "names", "beside", "what", "given"),
+    [
+        ("global_step_20/actor", V2, (), "ckpt_contents.json", False),
+        ("global_step_20/actor", (*V2, "ckpt_contents.json"), (), "ckpt_contents.json", True),
+        ("global_step_20/actor", SHARDS, (), "latest_checkpointed_iteration.txt", False),
+        ("global_step_20/actor", ("dist_ckpt/metadata.json",), (), "latest_checkpointed_iteration.txt", False),
+        ("global_step_20", SHARDS, (), "latest_checkpointed_iteration.txt", False),
+        ("iter_0000020", ARCHIVE, (), "metadata.json", False),
+        ("iter_0000020", (*ARCHIVE, "metadata.json"), (), "metadata.json", True),
+        ("iter_0000020", ("mp_rank_00/model_optim_rng.pt",), (), "latest_checkpointed_iteration.txt", False),
+        ("step-20", ("__0_0.distcp",), (), ".metadata", False),
+        ("step-20", ARCHIVE, (), ".metadata", True),
+        ("checkpoint-20", (*MODEL, "training_args.bin"), (), "trainer_state.json", False),
+        ("checkpoint-20", (*MODEL, "rng_state_3.pth"), (), "trainer_state.json", False),
+        ("checkpoint-20", (*MODEL, "trainer_state.json"), (), "trainer_state.json", True),
+        ("checkpoint-20/pytorch_model_fsdp_0", ARCHIVE, ("optimizer.bin",), "trainer_state.json", False),
+        ("checkpoint-20/pytorch_model_fsdp_0", ARCHIVE, ("trainer_state.json",), "trainer_state.json", True),
+        ("step_20/policy/weights/iter_0000000", ARCHIVE, ("training_info.json",), "the name step_20", True),
+    ],
+)
+def test_every_producer_has_its_sign(
+    sign: Find, where: str, names: tuple[str, ...], beside: tuple[str, ...], what: str, given: bool
+) -> None:
+    found = sign(where, names, beside)
+    assert found is not None
+    assert (found.what, found.given) == (what, given)
+
+
+def test_no_sign_is_known_of_others(sign: Find) -> None:
+    assert sign("checkpoint-20", MODEL) is None
+    assert sign("step_20", MODEL) is None
+
+
+def test_other_steps_tell_who_the_trainer_is(sign: Find) -> None:
+    found = sign("checkpoint-20", MODEL, by_trainer=True)
+    assert found == Sign(what="trainer_state.json", given=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "given"), [("19", False), ("20", True), ("21", True), ("", False), ("x", False), ("٢٠", False)]
+)
+@pytest.mark.parametrize("tracker", ["latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"])
+def test_the_tracker_says_so(sign: Find, run: Path, tracker: str, said: str, given: bool) -> None:
+    run.mkdir()
+    (run / tracker).write_text(said)
+    os.utime(run / tracker, (NOW, NOW))
+    assert sign("global_step_20/actor", SHARDS) == Sign(what=tracker, given=given, at=NOW)
+
+
+def test_without_a_tracker_there_is_not_even_an_old_sign(sign: Find) -> None:
+    assert sign("global_step_20/actor", SHARDS) == Sign(
+        what="latest_checkpointed_iteration.txt", given=False, absent=True
+    )
+
+
+GIVEN = Sign(what="the sign", given=True, at=NOW)
+
+
+@pytest.mark.parametrize("unchanged", [False, True])
+def test_a_sign_that_is_newer_than_the_data_counts_at_once(unchanged: bool) -> None:
+    assert awaited(GIVEN, newest=NOW, unchanged=unchanged, now=NOW) == ""
+    assert awaited(GIVEN, newest=NOW + SLACK, unchanged=unchanged, now=NOW) == ""
+    assert awaited(Sign(what="a name", given=True), newest=NOW, unchanged=unchanged, now=NOW) == ""
+
+
+def test_a_sign_of_an_earlier_save_does_not_count_until_nothing_was_written_for_long() -> None:
+    newest = NOW + SLACK + 0.1
+    old = "the sign, which is older than its data"
+    assert awaited(GIVEN, newest=newest, unchanged=True, now=newest + SETTLED) == old
+    assert awaited(GIVEN, newest=newest, unchanged=False, now=newest + 2 * SETTLED) == old
+    assert awaited(GIVEN, newest=newest, unchanged=True, now=newest + 1.01 * SETTLED) == ""
+
+
+def test_of_a_step_that_is_saved_anew_the_sign_is_to_be_new() -> None:
+    assert awaited(GIVEN, newest=NOW + 0.01, unchanged=True, now=NOW, known=True) != ""
+    assert awaited(GIVEN, newest=NOW, unchanged=True, now=NOW, known=True) == ""
+
+
+def test_a_sign_that_is_not_given_is_waited_for_however_quiet_it_is() -> None:
+    sign = Sign(what="the sign", given=False, at=NOW)
+    assert awaited(sign, newest=NOW, unchanged=True, now=NOW + 100 * SETTLED) == "the sign"
+
+
+def test_where_there_is_none_at_all_a_long_quiet_counts() -> None:
+    """Asynchronous FSDP saves of verl never write the tracker."""
+    sign = Sign(what="the sign", given=False, absent=True)
+    assert awaited(sign, newest=NOW, unchanged=True, now=NOW + SETTLED) == "the sign"
+    assert awaited(sign, newest=NOW, unchanged=False, now=NOW + 2 * SETTLED) == "the sign"
+    assert awaited(sign, newest=NOW, unchanged=True, now=NOW + 1.01 * SETTLED) == ""
+
+
+def test_without_a_known_sign_it_is_looked_at_twice() -> None:
+    assert awaited(None, newest=NOW, unchanged=False, now=NOW).startswith("a second look")
+    assert awaited(None, newest=NOW, unchanged=True, now=NOW) == ""
+
+
+def test_a_scan_names_checkpoints_by_their_place(run: Path) -> None:
+    for role in ("actor", "critic"):
+        fill(run / "global_step_9" / role, SHARDS)
+        fill(run / "global_step_10" / role, SHARDS)
+    fill(run / "release", ARCHIVE)
+    fill(run / "global_step_10", ("data.pt",))
+    names = [candidate.name for candidate in scan(run).candidates]
+    steps = ("global_step_9", "global_step_10")
+    assert names == [f"{step}/{role}" for step in steps for role in ("actor", "critic")]
+    assert [c.name for c in scan(run, roles=["critic"], since=10).candidates] == ["global_step_10/critic"]
+    assert [c.name for c in scan(run, only=9, known={"global_step_9/actor"}).candidates] == ["global_step_9/critic"]
+
+
+def test_the_anchor_is_a_file_that_every_save_writes(run: Path) -> None:
+    role = fill(run, ("dist_ckpt/.metadata", "dist_ckpt/__0_0.distcp", "huggingface/model.safetensors", "a.pt"))
+    os.utime(role / "dist_ckpt/.metadata", ns=(5, 5))
+    _, anchor = measure(role)
+    assert anchor is not None
+    assert (anchor.file, anchor.written) == ("dist_ckpt/.metadata", 5)
+    (role / "dist_ckpt/.metadata").unlink()
+    assert (anchor := measure(role)[1]) is not None
+    assert anchor.file == "huggingface/model.safetensors"
+
+
+def test_an_extent_counts_every_file_and_dates_data(run: Path) -> None:
+    role = fill(run, SHARDS)
+    (role / SHARDS[0]).write_bytes(bytes(10))
+    (role / "huggingface/config.json").write_bytes(bytes(5))
+    for name, at in ((SHARDS[0], 30), (SHARDS[1], 20), ("huggingface/config.json", 40)):
+        os.utime(role / name, ns=(at, at))
+    extent, _ = measure(role)
+    assert (extent.files, extent.bytes, extent.written, extent.changed) == (3, 15, 30, 40)
