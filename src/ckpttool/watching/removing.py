@@ -136,6 +136,31 @@ def _remove_empty(work: _Removal, above: _Folder, where: str) -> None:
             work.problems.append(_problem(where, error))
 
 
+def weigh(path: Path) -> int:
+    """Return the bytes on disk that the removal of a directory would free; what cannot be looked at has none."""
+    pending, size, seen = [path], 0, dict[tuple[int, int], int]()
+    while pending:
+        with suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry))
+                else:
+                    size += _last_name(entry, seen)
+    return size
+
+
+def _last_name(entry: os.DirEntry[str], seen: dict[tuple[int, int], int]) -> int:
+    """Return the bytes of a file when all of its names have been seen; those of several are counted."""
+    try:
+        info = entry.stat(follow_symlinks=False)
+    except OSError:
+        return 0
+    names = 1
+    if info.st_nlink > 1:
+        names = seen[info.st_dev, info.st_ino] = seen.get((info.st_dev, info.st_ino), 0) + 1
+    return info.st_blocks * 512 if names == info.st_nlink else 0
+
+
 def _problem(where: str, error: OSError) -> Problem:
     code = errno.errorcode.get(error.errno or 0, "")
     return Problem(
