@@ -94,6 +94,8 @@ def _message(notice: Notice) -> str:
         return f"{notice.message} in {duration(data['seconds'])}"
     if notice.what == "done":
         return f"done in {duration(data['seconds'])}"
+    if notice.what == "pruned" and data.get("freed"):
+        return f"{notice.message}: {size(data['freed'])} freed"
     if notice.what == "stopped":
         return f"{notice.message}; {_counts(data)}"
     return notice.message

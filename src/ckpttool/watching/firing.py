@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,14 +10,12 @@ from ckpttool.callbacks import CheckpointEvent
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem
 from ckpttool.inspection import Inspection, inspect
 from ckpttool.watching.actions import Action, ActionFailed
+from ckpttool.watching.clock import Clock, Sleep
 from ckpttool.watching.pins import pinned
 from ckpttool.watching.result import Notice, What
 from ckpttool.watching.scanning import Candidate
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.state import Entry, State
-
-Clock = Callable[[], float]
-Sleep = Callable[[float], None]
 
 LONGEST_WAIT = 60.0
 """Seconds between two attempts at an action, at most: they begin at one and double."""

@@ -1,21 +1,104 @@
-"""Retention: not yet."""
+"""Retention in a watch: which steps of the run are finished and done with, and what became of the old ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from ckpttool.watching.result import Notice
+from ckpttool.errors import Problem
+from ckpttool.watching.clock import Clock
+from ckpttool.watching.result import Notice, What
+from ckpttool.watching.retention import Pruning, Removal, Step, carry_out, clear_removed, plan, protected
+from ckpttool.watching.scanning import Candidate, is_rewritten, scan
 from ckpttool.watching.settings import Settings
+from ckpttool.watching.signs import SETTLED, awaited
 from ckpttool.watching.state import State
 
 
 class Pruner:
-    """Deletes steps that are not to be kept."""
+    """Deletes the steps that the settings do not keep, or says what it would delete; tells nothing twice."""
 
-    def __init__(self, run: Path, settings: Settings, state: State, clock: object) -> None:
+    def __init__(self, run: Path, settings: Settings, state: State, clock: Clock) -> None:
         self._run, self._settings, self._state, self._clock = run, settings, state, clock
+        self._told: dict[str, str] = {}
+        self._cleared = False
 
     def prune(self, since: int) -> Iterator[Notice]:
-        """Delete them, or say what would be deleted."""
-        yield from ()
+        """Look at the steps from ``since`` on; earlier ones are neither counted nor deleted."""
+        if self._settings.keep_last is None and self._settings.keep_every is None:
+            return
+        if self._settings.yes and not self._cleared:
+            self._cleared = True
+            yield from self._finish_earlier()
+        pruning = plan(
+            self._run, self._steps(since), self._settings.keep_last, self._settings.keep_every, protected(self._run)
+        )
+        for step, reason in pruning.spared:
+            yield from self._tell_once("kept", step, f"{step.path.name} is old, but kept: {reason}", reason=reason)
+        yield from self._delete(pruning) if self._settings.yes else self._show(pruning)
+
+    def _finish_earlier(self) -> Iterator[Notice]:
+        freed, problems = clear_removed(self._run)
+        if freed or problems:
+            message = "what an earlier watch had begun to delete"
+            yield Notice(what="pruned", at=self._clock(), message=message, data={"freed": freed}, problems=problems)
+
+    def _show(self, pruning: Pruning) -> Iterator[Notice]:
+        for step in pruning.delete:
+            message = f"{step.path.name} would be deleted; --yes does it"
+            yield from self._tell_once("pruned", step, message, deleted=False)
+
+    def _delete(self, pruning: Pruning) -> Iterator[Notice]:
+        for removal in carry_out(self._run, pruning):
+            name = removal.step.path.name
+            if removal.kept:
+                message = f"{name} is old, but kept: {removal.kept}"
+                yield from self._tell_once("kept", removal.step, message, reason=removal.kept)
+            elif removal.removed:
+                yield self._deleted(removal)
+            else:
+                yield from self._tell_once("kept", removal.step, f"{name}: not deleted", *removal.problems)
+
+    def _deleted(self, removal: Removal) -> Notice:
+        data = {"step": removal.step.number, "name": removal.step.path.name, "deleted": True, "freed": removal.freed}
+        message = f"{removal.step.path.name} is deleted"
+        return Notice(what="pruned", at=self._clock(), message=message, data=data, problems=removal.problems)
+
+    def _tell_once(self, what: What, step: Step, message: str, *problems: Problem, **data: Any) -> Iterator[Notice]:
+        words = "\n".join((message, *(problem.message for problem in problems)))
+        if self._told.get(step.path.name) != words:
+            self._told[step.path.name] = words
+            body = {"step": step.number, "name": step.path.name, **data}
+            yield Notice(what=what, at=self._clock(), message=message, data=body, problems=problems)
+
+    def _steps(self, since: int) -> Iterator[Step]:
+        """Yield the steps, each with whether all of its roles are finished, and whether one is to be acted on."""
+        seen = scan(self._run, since=since)
+        for number, path in seen.steps:
+            if number >= since:
+                mine = [candidate for candidate in seen.candidates if candidate.step == path]
+                yield Step(
+                    number,
+                    path,
+                    finished=bool(mine) and all(map(self._is_finished, mine)),
+                    busy=any(map(self._is_busy, mine)),
+                )
+
+    def _is_finished(self, candidate: Candidate) -> bool:
+        """Tell whether a checkpoint was found whole, or is one that is not acted on and has its sign."""
+        entry = self._state.entries.get(candidate.name)
+        if entry is not None and (entry.anchor is None or not is_rewritten(candidate.path, entry.anchor)):
+            return entry.course != "gone"
+        quiet = self._clock() - candidate.extent.newest > SETTLED
+        newest = candidate.extent.newest
+        return not self._is_acted_on(candidate) and not awaited(
+            candidate.sign, newest=newest, unchanged=quiet, now=self._clock()
+        )
+
+    def _is_busy(self, candidate: Candidate) -> bool:
+        entry = self._state.entries.get(candidate.name)
+        return entry.course != "done" if entry is not None else self._is_acted_on(candidate)
+
+    def _is_acted_on(self, candidate: Candidate) -> bool:
+        return not self._settings.roles or candidate.role in self._settings.roles

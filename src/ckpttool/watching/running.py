@@ -12,7 +12,8 @@ from ckpttool import layout
 from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused, UsageError
 from ckpttool.inspection import kinds
 from ckpttool.watching.actions import actions_of
-from ckpttool.watching.firing import Clock, Firing, Sleep
+from ckpttool.watching.clock import Clock, Sleep
+from ckpttool.watching.firing import Firing
 from ckpttool.watching.pins import clear_pins
 from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
