@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ README = DOCS.parent / "README.md"
 _SESSION = re.compile(r"```console\n\$ (ckpttool .+)\n(?:[^`]*\n)?```")
 _AGE = re.compile(r"\b\d+ (s|min|h|d)\n")
 _TIME = re.compile(r" in [\d.]+ (ms|s)\n")
+_CLOCK = re.compile(r"^\d\d:\d\d:\d\d  ", re.MULTILINE)
 
 
 def pages() -> dict[Path, str]:
@@ -66,17 +68,17 @@ def with_sessions(page: str) -> str:
     """Return a page whose console blocks show what their command prints on the demo."""
     with tempfile.TemporaryDirectory() as folder:
         write_demo(Path(folder, "ckpttool-demo"))
-        return _SESSION.sub(lambda m: f"```console\n$ {m[1]}\n{run(m[1].split(), folder)}```", page)
+        return _SESSION.sub(lambda m: f"```console\n$ {m[1]}\n{run(shlex.split(m[1]), folder)}```", page)
 
 
 def run(words: list[str], folder: str | None = None) -> str:
-    """Return what a command prints to a pipe, 100 columns wide, with every age and every time the same."""
+    """Return what a command prints to a pipe, 100 columns wide, with every age, duration and time of day the same."""
     environment = {**os.environ, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-m", "ckpttool", *words[1:]]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False)  # noqa: S603
     if done.returncode > (words[1] == "diff"):  # which says by it that there are differences
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-    return _TIME.sub(" in 20 ms\n", _AGE.sub("1 min\n", done.stdout))
+    return _CLOCK.sub("12:00:00  ", _TIME.sub(" in 20 ms\n", _AGE.sub("1 min\n", done.stdout)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 from ckpttool import errors
 from ckpttool.inspection.suggestions import COMMANDS
 
-PAGES = ("inspect.md", "merge-fsdp.md", "to-hf.md", "diff.md", "verify.md")
+PAGES = ("inspect.md", "merge-fsdp.md", "to-hf.md", "diff.md", "verify.md", "watch.md")
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -76,6 +76,7 @@ def _scenes(root: Path) -> list[Scene]:
     lora = ("merge-fsdp", str(root / "lora-run"), "-o", str(root / "fused"))
     whole = f"{fsdp}/global_step_10/actor"
     base = ("--base", str(root / "merged"))
+    watch = ("watch", str(fsdp), "--to-hf", f"{root}/models/{{step}}", "--once")
     broken = ("merge-fsdp", f"{fsdp}/global_step_20/actor")
     return [
         Scene("A run: which steps can be used?", ("inspect", str(fsdp))),
@@ -95,5 +96,6 @@ def _scenes(root: Path) -> list[Scene]:
         Scene("The same role, in layout v2", ("inspect", f"{megatron}/global_step_10/actor")),
         Scene("A Hugging Face model of that, too", ("to-hf", str(megatron), "-o", str(root / "converted"))),
         Scene("Is every byte of it what was saved?", ("verify", str(megatron), "--values")),
+        Scene("A run that trains: act on each checkpoint when it is finished", watch),
         Scene("Some of its tensors", ("inspect", f"{megatron}/global_step_10/actor", "--tensors", "decoder*norm*")),
     ]

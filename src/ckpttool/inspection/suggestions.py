@@ -11,7 +11,7 @@ from ckpttool.errors import UsageError
 from ckpttool.inspection.result import Content, Inspection, Suggestion
 from ckpttool.layout import LORA_META, MODEL, V1_ARCHIVE, V1_HUGGINGFACE, step_of
 
-COMMANDS = frozenset({"demo", "diff", "inspect", "merge-fsdp", "migrate", "to-hf", "verify"})
+COMMANDS = frozenset({"demo", "diff", "inspect", "merge-fsdp", "migrate", "to-hf", "verify", "watch"})
 """The commands that exist; only these are suggested."""
 
 
