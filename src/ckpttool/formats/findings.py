@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.errors import CkpttoolError, Problem
@@ -55,6 +55,20 @@ def listing(names: Iterable[object], most: int = SHOWN) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Write a number with its noun: ``1 shard``, ``4 shards``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
+
+
+def size(count: float) -> str:
+    """Write bytes in decimal units: ``1.23 GB``."""
+    return f"{count:.0f} B" if count < 1000 else scaled(count, ("KB", "MB", "GB", "TB", "PB"))
+
+
+def scaled(count: float, units: Sequence[str]) -> str:
+    """Write a number above 1,000 with three digits or more: ``units`` are those for thousands, millions and so on."""
+    for unit in units:
+        count /= 1000
+        if count < 999.5 or unit == units[-1]:
+            break
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
 
 
 def ranges(ranks: Iterable[int]) -> str:

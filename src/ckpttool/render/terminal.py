@@ -22,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpttool.errors import CkpttoolError, Problem
+from ckpttool.formats.findings import scaled
+from ckpttool.formats.findings import size as size  # renderers take it from here
 from ckpttool.telling import listening
 
 ENVELOPE_VERSION = 1
@@ -134,27 +136,14 @@ def typed_path(path: str) -> str:
     return f"./{shown}" if shown.startswith("-") else shown
 
 
-def size(count: float) -> str:
-    """Write bytes in decimal units: ``1.23 GB``."""
-    return f"{count:.0f} B" if count < 1000 else _scaled(count, ("KB", "MB", "GB", "TB", "PB"))
-
-
 def number(count: int) -> str:
     """Write a count of parameters: ``1.54 B``; small ones in full."""
-    return f"{count:,}" if count < 1_000_000 else _scaled(count / 1000, ("M", "B", "T"))
+    return f"{count:,}" if count < 1_000_000 else scaled(count / 1000, ("M", "B", "T"))
 
 
 def plural(count: int, noun: str) -> str:
     """Write a count with its noun: ``1 tensor``, ``1,155 tensors``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-def _scaled(count: float, units: Sequence[str]) -> str:
-    for unit in units:
-        count /= 1000
-        if count < 999.5 or unit == units[-1]:
-            break
-    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
 
 
 def age(modified: float) -> str:
