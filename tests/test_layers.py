@@ -20,6 +20,7 @@ MOST_LINES = 400
 LAYERS: dict[str, set[str]] = {
     "ckpttool.errors": set(),
     "ckpttool.crew": set(),
+    "ckpttool.environment": set(),
     "ckpttool.telling": set(),
     "ckpttool.tensors": set(),
     "ckpttool.opcodes": {"ckpttool.errors"},
@@ -111,6 +112,7 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.callbacks", "ckpttool.verification", "ckpttool.converting", "ckpttool.merging"),
         *("ckpttool.migration", "ckpttool.inspection", "ckpttool.export", "ckpttool.staging", "ckpttool.wholefile"),
         *("ckpttool.layout", "ckpttool.formats", "ckpttool.errors"),
+        "ckpttool.environment",
     },
     "ckpttool.integrations": {"ckpttool.watching", "ckpttool.callbacks", "ckpttool.errors"},
     "ckpttool.demo": {"ckpttool.staging", "ckpttool.errors"},
@@ -126,6 +128,7 @@ LAYERS: dict[str, set[str]] = {
         *("ckpttool.converting", "ckpttool.architectures", "ckpttool.errors"),
         "ckpttool.layout",  # to complete the steps of a run, without the weight of an inspection
         "ckpttool.export",  # the words of --dtype
+        "ckpttool.environment",
     },
     "ckpttool.__main__": {"ckpttool.cli"},
     "ckpttool": {"ckpttool.callbacks", "ckpttool.inspection", "ckpttool.source", "ckpttool.tensors", "ckpttool.errors"},

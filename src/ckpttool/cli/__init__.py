@@ -24,6 +24,7 @@ from ckpttool.cli.options import PlainCommand, PlainGroup
 from ckpttool.cli.session import Session
 from ckpttool.cli.verify import verify
 from ckpttool.cli.watch import watch
+from ckpttool.environment import limit_threads
 from ckpttool.errors import CannotWrite, CkpttoolError, NotACheckpoint
 
 app = Typer(
@@ -125,13 +126,6 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
     raise _Terminated(number)
 
 
-BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-"""What tells the libraries that multiply matrices how many threads to use, before NumPy is imported.
-
-One is measured to be faster for products that stay in the cache, and others would take memory for every core.
-"""
-
-
 def entry() -> None:
     """Console script: like ``main``, with the signals and pipes of a process of its own."""
     try:
@@ -147,8 +141,7 @@ def _as_a_process() -> int:
     signal.signal(signal.SIGTERM, _terminate)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
         signal.signal(signal.SIGHUP, _terminate)
-    for name in BLAS_THREADS:
-        os.environ.setdefault(name, "1")
+    limit_threads()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
