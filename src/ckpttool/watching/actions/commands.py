@@ -69,7 +69,7 @@ class Exec:
         The event is in its environment and, as a line of JSON, on its standard input; what it prints goes to standard
         error. It leads a process group of its own, which ends with us when we are interrupted.
         """
-        words = [SHELL, "-c", self._line(event)] if self.shell else self._words(event)
+        words = [SHELL, "-c", self._line(event.step)] if self.shell else self._words(event)
         environment = {**of_the_user(), **variables(event)}
         if sys.stderr is not None:
             sys.stderr.flush()
