@@ -15,8 +15,10 @@ COMMANDS = frozenset({"demo", "diff", "inspect", "merge-fsdp", "migrate", "to-hf
 """The commands that exist; only these are suggested."""
 
 
-_FSDP = ("fsdp", "fsdp-lora")
-_MEGATRON = ("verl-megatron-v1", "verl-megatron-v2", "verl-megatron-half-migrated", "torch_dist")
+FSDP = ("fsdp", "fsdp-lora")
+MEGATRON = ("verl-megatron-v1", "verl-megatron-v2", "verl-megatron-half-migrated", "torch_dist")
+"""The kinds that ``merge-fsdp`` takes, and those that ``to-hf`` does."""
+
 _OLD_LAYOUT = ("verl-megatron-v1", "verl-megatron-half-migrated")
 
 
@@ -24,9 +26,9 @@ def suggest(found: Inspection) -> Iterator[Suggestion]:
     """Yield what to type after seeing this, most useful first."""
     if found.kind in _OLD_LAYOUT and not _damaged(found):
         yield _command("migrate", found.path, "give it the trees of layout v2, which current verl loads")
-    if found.kind in _FSDP and found.parameters is not None and not found.tensors and not _lacking(found):
+    if found.kind in FSDP and found.parameters is not None and not found.tensors and not _lacking(found):
         yield from _merge(found.path, found.kind, _adapters(found))
-    if found.kind in _MEGATRON and not _damaged(found) and not found.tensors and _in_archive(found):
+    if found.kind in MEGATRON and not _damaged(found) and not found.tensors and _in_archive(found):
         yield _convert(found)
     if found.run is not None:
         yield from _after_run(found)
@@ -162,12 +164,12 @@ def _after_run(found: Inspection) -> Iterator[Suggestion]:
     broken = [row for row in rows if row.state != "complete"]
     for row in [row for row in best if row.role == "actor"] or best[-1:]:
         path = f"{found.path}/{row.path}"
-        if row.kind in _FSDP:
+        if row.kind in FSDP:
             lora = row.kind == "fsdp-lora" or _is_lora(Path(path))
             yield from _merge(path, row.kind, ["default"] if lora else [])
         elif row.kind == "torch_dist" and not row.role:
             yield _convert_with_config(path)
-        elif row.kind in _MEGATRON and _keeps_weights(Path(path)):
+        elif row.kind in MEGATRON and _keeps_weights(Path(path)):
             yield _command("to-hf", path, "make a Hugging Face model of it", "-o", _output(path))
         yield inspect_command(f"{found.path}/{row.path}", f"look into the latest complete {row.role or 'checkpoint'}")
     for row in broken[-1:]:
