@@ -15,6 +15,7 @@ from ckpttool.errors import (
 )
 
 if TYPE_CHECKING:
+    from ckpttool.callbacks import CheckpointCallback, CheckpointEvent, load_callback
     from ckpttool.inspection import inspect
     from ckpttool.source import open_checkpoint
 
@@ -22,6 +23,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BrokenCheckpoint",
     "CannotWrite",
+    "CheckpointCallback",
+    "CheckpointEvent",
     "CkpttoolError",
     "NotACheckpoint",
     "Refused",
@@ -29,6 +32,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "inspect",
+    "load_callback",
     "open_checkpoint",
 ]
 
@@ -43,4 +47,8 @@ def __getattr__(name: str) -> object:
         from ckpttool.source import open_checkpoint
 
         return open_checkpoint
+    if name in ("CheckpointCallback", "CheckpointEvent", "load_callback"):
+        from ckpttool import callbacks
+
+        return getattr(callbacks, name)
     raise AttributeError(f"module 'ckpttool' has no attribute {name!r}")
