@@ -126,8 +126,9 @@ def watch(
     begin = 0 if since is None else _number_of("--since", since)
     from ckpttool.callbacks import search_here
     from ckpttool.render.watching import Display
-    from ckpttool.watching import Watcher
+    from ckpttool.watching import Watcher, check_run
 
+    check_run(run)
     search_here(run)
     shown = Display(session.out, session.err, json=json, quiet=quiet, progress=not (no_progress or quiet or json))
     with Watcher(run, settings_of(config, given)) as watcher, shown:

@@ -90,7 +90,7 @@ class Watcher:
         for ``timeout`` seconds, or when an action fails, unless the settings say to keep going. ``waiting`` is told
         where things stand before each pause. Raises :class:`NotACheckpoint` for what cannot be a run.
         """
-        _check_run(self._run)
+        check_run(self._run)
         yield self._begun()
         yield from self._gone()
         quiet_since, looks = self._clock(), 0
@@ -228,8 +228,9 @@ def _needs_a_second_look(look: _Look) -> bool:
     return any(candidate.sign is None and candidate.name in look.missing for candidate in look.seen.candidates)
 
 
-def _check_run(run: Path) -> None:
-    """Raise for what cannot be a run: nothing, a file, a step, a role."""
+def check_run(run: Path) -> None:
+    """Raise :class:`NotACheckpoint` or :class:`UsageError` for what is no run: nothing, a file, a step, a role."""
+    run = Path(os.path.abspath(run))  # noqa: PTH100
     if not run.is_dir():
         hint = f"If training is yet to make it: mkdir -p {run}"
         raise NotACheckpoint(f"{run}: no such directory", hint="" if run.exists() else hint)
