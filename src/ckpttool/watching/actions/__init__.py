@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ckpttool.callbacks import CheckpointEvent
-from ckpttool.errors import CkpttoolError
+from ckpttool.callbacks import CheckpointEvent, load_callback
+from ckpttool.errors import CkpttoolError, Problem, UsageError
 from ckpttool.watching.settings import Settings
 
 
@@ -30,27 +30,52 @@ class ActionFailed(CkpttoolError):
 
     exit_code = 1
 
-    def __init__(self, message: str, *, status: int = 1, hint: str = "", detail: str = "") -> None:
-        super().__init__(message, hint=hint, code="action-failed")
+    def __init__(
+        self, message: str, *, status: int = 1, hint: str = "", detail: str = "", problems: Iterable[Problem] = ()
+    ) -> None:
+        super().__init__(message, hint=hint, code="action-failed", problems=problems)
         self.status, self.detail = status, detail
         """``detail`` is what else may help, in lines: the end of a traceback."""
 
 
-class Shell:
-    """A command line for the shell."""
+def actions_of(settings: Settings, run: Path) -> tuple[Action, ...]:
+    """Return the actions on each checkpoint of a run, in the order in which they are done.
 
-    def __init__(self, command: str) -> None:
-        self.command, self.label = command, f"exec {command}"
+    Whatever can be known to fail does so here, before anything is watched. Raises :class:`UsageError`, and
+    :class:`~ckpttool.errors.NotACheckpoint` where ``hf_config`` is not there.
+    """
+    _check_together(settings)
+    actions = tuple(_actions(settings, run))
+    seen: set[str] = set()
+    for label in (action.label for action in actions):
+        if label in seen:
+            raise UsageError(f"{label}: twice", hint="What is done is known by this name: give it once.")
+        seen.add(label)
+    return actions
 
-    def run(self, event: CheckpointEvent) -> str:
-        """Run it."""
-        words = self.command.format(path=event.path, step=event.step, role=event.role, kind=event.kind)
-        status = subprocess.run(["/bin/sh", "-c", words], check=False).returncode  # noqa: S603
-        if status:
-            raise ActionFailed(f"{self.label}: ended with code {status}", status=status)
-        return self.label
+
+def _actions(settings: Settings, run: Path) -> Iterator[Action]:
+    from ckpttool.watching.actions.calls import Call
+    from ckpttool.watching.actions.commands import Exec
+    from ckpttool.watching.actions.models import ToHf
+    from ckpttool.watching.actions.originals import Migrate, Verify
+
+    if settings.verify:
+        yield Verify()
+    if settings.migrate:
+        yield Migrate()
+    if settings.to_hf is not None:
+        to_hf = ToHf(settings.to_hf, settings.dtype, settings.lora, settings.hf_config, settings.roles)
+        to_hf.check_place(run)
+        yield to_hf
+    yield from (Call(name, load_callback(name, settings.callback_config)) for name in settings.callbacks)
+    yield from (Exec(command, settings.shell) for command in settings.exec)
 
 
-def actions_of(settings: Settings, _run: Path) -> tuple[Action, ...]:
-    """Return what is to be done."""
-    return tuple(Shell(command) for command in settings.exec)
+def _check_together(settings: Settings) -> None:
+    """Raise :class:`UsageError` for options of an action that nobody asks for."""
+    of_models = {"--dtype": settings.dtype, "--lora": settings.lora, "--hf-config": settings.hf_config}
+    for option in (option for option, given in of_models.items() if given is not None and settings.to_hf is None):
+        raise UsageError(f"{option} without --to-hf: nothing is converted")
+    if settings.shell and not settings.exec:
+        raise UsageError("--shell without --exec: no command is run")
