@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,13 +21,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def fill(folder: Path, names: Iterable[str]) -> Path:
-    """Empty files, and directories where a name ends with a slash: signs are known by names."""
+    """Next to empty files, and directories where a name ends with a slash: signs are known by names."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         path = folder / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
         if not name.endswith("/"):
-            path.touch()
+            path.write_text('{"a": 1}' if name.endswith(".json") else "")
     return folder
 
 
@@ -76,6 +77,29 @@ def test_every_producer_has_its_sign(
     found = sign(where, names, beside)
     assert found is not None
     assert (found.what, found.given) == (what, given)
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "metadata.json", "ckpt_contents.json"])
+@pytest.mark.parametrize("content", ["", '{"a": {"b": 1}', "{}"])
+def test_a_sign_that_is_written_just_now_is_not_given_yet(sign: Find, run: Path, name: str, content: str) -> None:
+    """Not every program renames it in: it is empty for a moment, or on a remote file system for longer."""
+    folder = "iter_0000020" if name == "metadata.json" else "checkpoint-20"
+    fill(run / folder, ARCHIVE)
+    (run / folder / name).write_text(content)
+    found = sign(folder, ())
+    assert found is not None
+    assert (found.what, found.given) == (name, False)
+
+
+@pytest.mark.parametrize(("cut", "given"), [(0, True), (1, True), (2, False), (30_000, False)])
+def test_of_a_long_one_the_end_counts(sign: Find, run: Path, cut: int, given: bool) -> None:
+    """The state of Hugging Face's Trainer holds every loss of the run, indented, with a line break at its end."""
+    text = json.dumps({"log_history": [{"loss": n / 7} for n in range(5_000)]}, indent=2) + "\n"
+    fill(run / "checkpoint-20", MODEL)
+    (run / "checkpoint-20" / "trainer_state.json").write_text(text[: len(text) - cut])
+    found = sign("checkpoint-20", ())
+    assert found is not None
+    assert found.given == given
 
 
 def test_no_sign_is_known_of_others(sign: Find) -> None:

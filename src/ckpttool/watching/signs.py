@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool import layout
-from ckpttool.errors import NotACheckpoint
+from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
 from ckpttool.formats import dcp
+from ckpttool.formats.jsonfile import read_object
 from ckpttool.formats.torchzip import read_range
 from ckpttool.inspection import runs
 
@@ -34,6 +35,9 @@ SLACK = 1.0
 
 SETTLED = 600.0
 """Seconds without a change after which nothing is written any more, for a save whose sign cannot be told."""
+
+_SHORT = 1 << 16
+"""Bytes of JSON up to which it is read; the state of a trainer has the whole history of its losses, indented."""
 
 _OF_A_TRAINER = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth")
 _TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
@@ -105,9 +109,21 @@ def _is_trainers(names: Collection[str]) -> bool:
 
 def _file(folder: Path, name: str) -> Sign:
     try:
-        return Sign(what=name, given=True, at=(folder / name).stat().st_mtime)
+        path = folder / name
+        return Sign(what=name, given=name == dcp.METADATA_FILE or _is_whole(path), at=path.stat().st_mtime)
     except FileNotFoundError:
         return Sign(what=name, given=False)
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a JSON file was written to its end: not all programs rename it in, and a long one takes a while."""
+    size = path.stat().st_size
+    try:
+        if size <= _SHORT:
+            return bool(read_object(path))
+        return read_range(path, size - 64, 64).rstrip().endswith(b"\n}")
+    except (BrokenCheckpoint, NotACheckpoint):
+        return False
 
 
 def _said(tracker: Tracker | None, number: int, usual: str) -> Sign:
