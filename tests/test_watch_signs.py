@@ -103,8 +103,16 @@ def test_of_a_long_one_the_end_counts(sign: Find, run: Path, cut: int, given: bo
 
 
 def test_no_sign_is_known_of_others(sign: Find) -> None:
-    assert sign("checkpoint-20", MODEL) is None
     assert sign("step_20", MODEL) is None
+
+
+def test_what_is_called_as_the_trainer_calls_it_is_taken_for_the_trainers(sign: Find) -> None:
+    """Its weights come before anything that tells of it."""
+    unsure = Sign(what="trainer_state.json", given=False, absent=True)
+    assert sign("checkpoint-20", MODEL) == sign("checkpoint-30/pytorch_model_fsdp_0", ARCHIVE) == unsure
+    found = sign("checkpoint-20/iter_0000020", ARCHIVE)
+    assert found is not None
+    assert found.what == "metadata.json"
 
 
 def test_other_steps_tell_who_the_trainer_is(sign: Find) -> None:

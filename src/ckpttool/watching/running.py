@@ -19,7 +19,7 @@ from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
 from ckpttool.watching.scanning import Candidate, Scan, is_rewritten, scan
 from ckpttool.watching.settings import Settings
-from ckpttool.watching.signs import awaited
+from ckpttool.watching.signs import SETTLED, awaited
 from ckpttool.watching.state import NAME, State
 from ckpttool.watching.waiting import Outlook
 
@@ -102,7 +102,7 @@ class Watcher:
             yield from self._pruner.prune(since)
             quiet_since = self._clock() if look.fired else quiet_since
             status = self._outlook.look(look.seen.candidates, look.missing, self._clock())
-            if once and (looks > 1 or not _needs_a_second_look(look)):
+            if once and (looks > 1 or not _needs_a_second_look(look, self._clock())):
                 yield self._stopped("that was one look", look)
                 return
             if timeout is not None and self._clock() - quiet_since >= timeout:
@@ -223,9 +223,13 @@ class Watcher:
         return BrokenCheckpoint(f"{self._run}: step {step} is not finished", problems=problems, code="unfinished")
 
 
-def _needs_a_second_look(look: _Look) -> bool:
-    """Tell whether what is not finished has no sign that could be looked for."""
-    return any(candidate.sign is None and candidate.name in look.missing for candidate in look.seen.candidates)
+def _needs_a_second_look(look: _Look, now: float) -> bool:
+    """Tell whether what is not finished has no sign that could be looked for, so that two looks have to tell."""
+    missing = (candidate for candidate in look.seen.candidates if candidate.name in look.missing)
+    return any(
+        candidate.sign is None or (candidate.sign.absent and now - candidate.extent.newest > SETTLED)
+        for candidate in missing
+    )
 
 
 def check_run(run: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpttool import layout
@@ -91,11 +91,12 @@ def sign_of(checkpoint: Path, step: Path, number: int, tracker: Tracker | None, 
         return _file(checkpoint, layout.MANIFEST)
     if step.name.startswith("global_step"):
         return _said(tracker, number, layout.TRACKER)
-    if TRAINER_STATE in beside or (step.name.startswith("checkpoint-") and (by_trainer or _is_trainers(beside))):
-        return _file(step, TRAINER_STATE)
+    is_megatrons = dcp.BACKEND_FILE in names or checkpoint.name.startswith("iter_")
+    if TRAINER_STATE in beside or (step.name.startswith("checkpoint-") and not is_megatrons):
+        known = TRAINER_STATE in beside or by_trainer or _is_trainers(beside)
+        return replace(_file(step, TRAINER_STATE), absent=not known)
     if dcp.BACKEND_FILE in names or dcp.METADATA_FILE in names or any(name.endswith(".distcp") for name in names):
-        is_megatron = dcp.BACKEND_FILE in names or step.name.startswith("iter_")
-        return _file(checkpoint, dcp.BACKEND_FILE if is_megatron else dcp.METADATA_FILE)
+        return _file(checkpoint, dcp.BACKEND_FILE if is_megatrons else dcp.METADATA_FILE)
     return _said(tracker, number, layout.TRACKER) if step.name.startswith("iter_") else None
 
 
