@@ -41,7 +41,7 @@ def text(path: str, content: str, *, last: Moment | None = None) -> Act:
 
 
 def move(source: str, target: str, *, last: Moment | None = None) -> Act:
-    """Rename, over what is there."""
+    """Rename, over a file that is there; a directory that is there is renamed first, and deleted after."""
     return {"act": "move", "source": source, "path": target, "last": last}
 
 
@@ -110,9 +110,14 @@ def _perform(run: Path, act: Act) -> Iterator[Step]:
 
 
 def _move(source: Path, target: Path, last: Moment | None) -> Iterator[Step]:
+    old = target.with_name(f"old_{target.name}")
+    if target.is_dir():
+        target.rename(old)
+        yield None
     yield from _told(last)
     source.replace(target)
     yield None
+    yield from _remove(old) if old.exists() else ()
 
 
 def _until(path: Path) -> Iterator[None]:
