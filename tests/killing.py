@@ -15,6 +15,8 @@ from ckpttool import converting, merging
 from ckpttool.converting import convert
 from ckpttool.merging import merge
 from ckpttool.migration import Options, migrate
+from ckpttool.watching.pins import pinned
+from ckpttool.watching.retention import Step, carry_out, clear_removed, plan, protected
 
 CALLS = (
     "chmod",
@@ -58,6 +60,16 @@ def convert_killed(role: Path, output: Path, options: dict[str, Any], at: int, *
     return ended(_convert, (str(role), str(output), options), at, before=before)
 
 
+def pin_killed(run: Path, name: str, at: int, *, before: bool) -> bool:
+    """The same for a pin that is made and ends."""
+    return ended(_pin, (str(run), name), at, before=before)
+
+
+def prune_killed(run: Path, steps: list[Step], at: int, *, before: bool) -> bool:
+    """The same for the deletion of all steps but the newest, and the end of one that was begun before."""
+    return ended(_prune, (str(run), steps), at, before=before)
+
+
 def ended(job: Callable[..., None], arguments: tuple[Any, ...], at: int, *, before: bool) -> bool:
     """Run a job (a function of a module) in a child that ends at its call of this number, or comes to its end."""
     child = _SERVER.Process(target=_run, args=(job, arguments, at, before))
@@ -87,6 +99,17 @@ def _merge(role: str, output: str, options: dict[str, Any]) -> None:
 
 def _convert(role: str, output: str, options: dict[str, Any]) -> None:
     convert(Path(role), Path(output), converting.Options(**options))
+
+
+def _pin(run: str, name: str) -> None:
+    with pinned(Path(run), Path(run, name)):
+        pass
+
+
+def _prune(run: str, steps: list[Step]) -> None:
+    clear_removed(Path(run))
+    for _ in carry_out(Path(run), plan(Path(run), steps, 1, None, protected(Path(run)))):
+        pass
 
 
 def _run(job: Callable[..., None], arguments: tuple[Any, ...], at: int, before: bool) -> None:

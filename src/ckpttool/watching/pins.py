@@ -120,7 +120,7 @@ def _refused(checkpoint: Path, error: OSError) -> CannotWrite | NotACheckpoint:
     path = error.filename if isinstance(error.filename, str) else str(checkpoint)
     code = errno.errorcode.get(error.errno or 0, str(error.errno))
     text = f"{path}: {error.strerror} ({code})"
-    if error.filename2 is None and path.startswith(f"{checkpoint}{os.sep}") and error.errno == errno.EACCES:
+    if error.errno == errno.EACCES and error.filename2 is None and PINS not in Path(path).parts:
         return NotACheckpoint(text, hint="Run as the user who trained, or ask for read access.", code="unreadable")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CannotWrite(text, hint="Make room: bytes, or inodes (df -i); or run without --pin.", code=code)
