@@ -34,8 +34,10 @@ class Pruner:
         pruning = plan(
             self._run, self._steps(since), self._settings.keep_last, self._settings.keep_every, protected(self._run)
         )
+        newest = max((step.number for step, _ in pruning.kept if step.finished), default=-1)
         for step, reason in pruning.spared:
-            yield from self._tell_once("kept", step, f"{step.path.name} is old, but kept: {reason}", reason=reason)
+            if step.number <= newest:  # a later one is written now
+                yield from self._tell_once("kept", step, f"{step.path.name} is old, but kept: {reason}", reason=reason)
         yield from self._delete(pruning) if self._settings.yes else self._show(pruning)
 
     def _finish_earlier(self) -> Iterator[Notice]:
