@@ -160,6 +160,16 @@ def test_of_a_step_that_is_saved_anew_the_sign_is_to_be_new() -> None:
     assert awaited(GIVEN, newest=NOW, unchanged=True, now=NOW, known=True) == ""
 
 
+def test_half_of_each_save_is_not_finished_however_quiet_it_is() -> None:
+    """The old sign of a step that a trainer died over when it saved it anew."""
+    assert awaited(GIVEN, newest=NOW + 1, unchanged=True, now=NOW + 100 * SETTLED, known=True) != ""
+
+
+def test_what_has_no_data_yet_is_not_finished_however_quiet_it_is() -> None:
+    unsure = Sign(what="the sign", given=False, absent=True)
+    assert awaited(unsure, newest=0.0, unchanged=True, now=NOW) == "the sign"
+
+
 def test_a_sign_that_is_not_given_is_waited_for_however_quiet_it_is() -> None:
     sign = Sign(what="the sign", given=False, at=NOW)
     assert awaited(sign, newest=NOW, unchanged=True, now=NOW + 100 * SETTLED) == "the sign"

@@ -50,7 +50,7 @@ class Firing:
 
     def fire(self, candidate: Candidate) -> Iterator[Notice]:
         """Run what is to be run on a checkpoint. Raises what :func:`confirmed` raises, before anything was done."""
-        signed = candidate.sign is not None
+        signed = candidate.sign is not None and candidate.sign.given
         found = confirmed(candidate.path, signed=signed)
         with ExitStack() as stack:
             path = candidate.path
@@ -58,7 +58,7 @@ class Firing:
                 path = stack.enter_context(pinned(self._run, path))
                 confirmed(path, signed=signed)  # the trainer may have begun to remove it
             event = self._begin(candidate, found, path)
-            sign = candidate.sign.what if candidate.sign is not None else "nothing changes any more"
+            sign = candidate.sign.what if candidate.sign is not None and signed else "nothing changes any more"
             data = {"sign": sign, "bytes": candidate.extent.bytes, "files": candidate.extent.files}
             yield self._notice("finished", f"{event.name} is finished: {sign}", event, data=data)
             begun = self._clock()

@@ -139,7 +139,7 @@ class Watcher:
                 newest=candidate.extent.newest,
                 unchanged=self._outlook.unchanged(candidate),
                 now=self._clock(),
-                known=candidate.name in self._state.entries,
+                known=self._is_saved_anew(candidate),
             )
             if not why:
                 why = yield from self._fire(candidate, final=final)
@@ -159,6 +159,11 @@ class Watcher:
             if (entry.course == "done" or name in self._given_up)
             and (entry.anchor is None or not is_rewritten(self._run / name, entry.anchor))
         }
+
+    def _is_saved_anew(self, candidate: Candidate) -> bool:
+        """Tell whether a checkpoint is another save of what was finished before."""
+        entry = self._state.entries.get(candidate.name)
+        return entry is not None and entry.anchor != candidate.anchor
 
     def _fire(self, candidate: Candidate, *, final: bool) -> Generator[Notice, None, str]:
         """Act on a checkpoint whose sign is given; return what it waits for where it is not whole after all."""

@@ -137,14 +137,15 @@ def _said(tracker: Tracker | None, number: int, usual: str) -> Sign:
 def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, known: bool = False) -> str:
     """Return what a checkpoint has to wait for before it is finished; nothing where that has come.
 
-    ``newest`` is when its data were written last, ``unchanged`` whether nothing in it has changed since the last look,
-    ``known`` whether it was finished before and is now saved anew: its sign is then taken at its word only if newer.
+    ``newest`` is when its data were written last (0: there are none), ``unchanged`` whether nothing in it has changed
+    since the last look, ``known`` whether an earlier save of it was finished: then a sign has to be newer,
+    for what a trainer leaves that dies half way may be whole by its structure, and half of each save.
     """
     if sign is None:
         return "" if unchanged else "a second look: its trainer gives no sign that is known"
-    settled = unchanged and now - newest > SETTLED
+    settled = unchanged and 0 < newest < now - SETTLED
     if not sign.given:
         return "" if sign.absent and settled else sign.what
-    if sign.at is None or sign.at >= newest - (0 if known else SLACK) or settled:
+    if sign.at is None or sign.at >= newest - (0 if known else SLACK) or (settled and not known):
         return ""
     return f"{sign.what}, which is older than its data"
