@@ -1,0 +1,124 @@
+"""`watch` beside every program that trains: each checkpoint once, when it is finished and not before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.producers import KINDS, PRODUCERS, Sources, sources_of
+from tests.trainer import Act, cut, later, perform, together
+from tests.watched import World
+
+OUT_OF_ORDER = ("verl-v2-async", "megatron-lm", "nemo-rl", "torchtitan", "transformers")
+SIGNED = tuple(name for name in PRODUCERS if name != "unknown")
+
+
+class Saves(Protocol):
+    """The acts of saving a step, from the checkpoints of one life of the trainer or another."""
+
+    def __call__(self, step: int, life: int = 0) -> list[Act]: ...
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """A run in which nothing is yet."""
+    (tmp_path / "run").mkdir()
+    return World(tmp_path / "run", tmp_path / "log")
+
+
+@pytest.fixture
+def producer(request: pytest.FixtureRequest) -> str:
+    """The name of a program that trains."""
+    return str(request.param)
+
+
+@pytest.fixture
+def sources(producer: str, fsdp_checkpoints: Path, megatron_checkpoints: Path, data: Path) -> list[dict[str, Path]]:
+    """What it saves: two lives of it."""
+    return sources_of(producer, fsdp_checkpoints, megatron_checkpoints, data)
+
+
+@pytest.fixture
+def save(producer: str, sources: list[Sources]) -> Saves:
+    def acts(step: int, life: int = 0) -> list[Act]:
+        return PRODUCERS[producer](step, sources[life])
+
+    return acts
+
+
+def of_all(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("producer", names or tuple(PRODUCERS), indirect=True)
+
+
+@of_all()
+def test_each_step_is_acted_on_once_when_it_is_finished(world: World, save: Saves, producer: str) -> None:
+    """The watch looks after each change of a file."""
+    names = world.watch([*save(10), *save(20, 1)]).check()
+    assert [moment["step"] for moment in world.acted] == [10] * (len(names) // 2) + [20] * (len(names) // 2)
+    assert {moment["kind"] for moment in world.acted} == {KINDS[producer]}
+    assert [notice.event.name for notice in world.told("done") if notice.event] == names
+    assert not [notice for notice in world.notices if not notice.ok]
+
+
+@of_all(*SIGNED)
+def test_a_quiet_period_is_no_signal(world: World, save: Saves) -> None:
+    """A slow disk, a debugger, a rank that waits: the watch looks several times between any two changes."""
+    world.looks = 5
+    world.watch([*save(10), *save(20, 1)]).check()
+
+
+@of_all()
+def test_what_was_there_before_comes_first_and_a_restart_repeats_nothing(world: World, save: Saves) -> None:
+    names = world.train([*save(10), *save(20, 1), later()]).watch(once=True).check()
+    assert names == sorted(names)
+    world.watch(once=True).check()
+    world.watch(save(30)).check()
+    assert len(world.fired) == len(names) * 3 // 2
+
+
+@of_all(*SIGNED)
+@pytest.mark.parametrize("part", [0.3, 0.7, 0.95])
+def test_a_crash_half_way_is_not_acted_on_before_the_step_is_saved_again(
+    world: World, save: Saves, part: float
+) -> None:
+    """The second life writes over what the first one left, other contents under the same names."""
+    first = save(20)
+    crashed = cut(first, int(changes_before_the_signal(world, first) * part))
+    world.watch([*save(10), crashed, later(), *save(20, 1)]).check()
+
+
+@of_all()
+def test_a_step_that_is_saved_again_in_place_is_acted_on_again(world: World, save: Saves) -> None:
+    """Training was begun again from an earlier step."""
+    names = world.watch([*save(10), *save(20), later(), *save(20, 1)]).check()
+    assert [moment["name"] for moment in world.acted if moment["rewritten"]] == names[2 * len(names) // 3 :]
+
+
+@of_all(*SIGNED)
+def test_a_step_that_is_saved_again_while_nobody_watches_is_acted_on_again(world: World, save: Saves) -> None:
+    world.watch([*save(10), *save(20)]).check()
+    world.train([later(), *save(20, 1), later()]).watch(once=True).check()
+    world.watch(once=True).check()
+
+
+@of_all(*OUT_OF_ORDER)
+def test_saves_that_overlap_end_in_any_order(world: World, save: Saves) -> None:
+    """An asynchronous save of step 10 takes longer than that of step 20."""
+    world.watch([together([*slow(save(10))], save(20, 1))]).check()
+    steps = [moment["step"] for moment in world.acted]
+    assert steps.index(20) < len(steps) - 1 - steps[::-1].index(10)
+
+
+def slow(acts: list[Act]) -> list[Act]:
+    """Each file in many small pieces."""
+    return [{**act, "pieces": 60} if act["act"] == "write" else act for act in acts]
+
+
+def changes_before_the_signal(world: World, acts: list[Act]) -> int:
+    """How many changes a script makes before it comes to its signal; it is performed elsewhere to know."""
+    elsewhere = world.run.with_name("elsewhere")
+    elsewhere.mkdir()
+    steps = list(perform(elsewhere, acts))
+    return next(at for at, step in enumerate(steps) if isinstance(step, dict) and step["what"] == "signal")
