@@ -131,6 +131,33 @@ def test_the_tracker_says_so(sign: Find, run: Path, tracker: str, said: str, giv
     assert sign("global_step_20/actor", SHARDS) == Sign(what=tracker, given=given, at=NOW)
 
 
+@pytest.mark.parametrize("loader", ["data.pt", "data_3.pt"])
+def test_of_a_step_that_the_tracker_has_gone_past_the_data_loader_tells(sign: Find, run: Path, loader: str) -> None:
+    """A trainer that died over step 20 may have gone on from step 10 to step 30."""
+    fill(run / "global_step_30", (*SHARDS, loader))
+    (run / "latest_checkpointed_iteration.txt").write_text("30")
+    assert sign("global_step_20/actor", SHARDS) == Sign(what="data.pt", given=False)
+    (run / "global_step_20" / loader).touch()
+    found = sign("global_step_20/actor", SHARDS)
+    assert found is not None
+    assert not found.given
+    (run / "global_step_20" / loader).write_text("state")
+    os.utime(run / "global_step_20" / loader, (NOW, NOW))
+    found = sign("global_step_20/actor", SHARDS)
+    assert found == Sign(what="latest_checkpointed_iteration.txt and data.pt", given=True, at=min(NOW, tracked(run)))
+
+
+def tracked(run: Path) -> float:
+    return (run / "latest_checkpointed_iteration.txt").stat().st_mtime
+
+
+def test_where_no_step_has_a_data_loader_the_tracker_has_to_do(sign: Find, run: Path) -> None:
+    fill(run / "global_step_30", SHARDS)
+    (run / "latest_checkpointed_iteration.txt").write_text("30")
+    found = sign("global_step_20/actor", SHARDS)
+    assert found == Sign(what="latest_checkpointed_iteration.txt", given=True, at=tracked(run))
+
+
 def test_without_a_tracker_there_is_not_even_an_old_sign(sign: Find) -> None:
     assert sign("global_step_20/actor", SHARDS) == Sign(
         what="latest_checkpointed_iteration.txt", given=False, absent=True

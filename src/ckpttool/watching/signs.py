@@ -2,7 +2,7 @@
 
 ===============================  ===========================================================================
 verl's Megatron layout v2        ``ckpt_contents.json`` of the role, by renaming
-verl and SkyRL, other roles      the tracker of the run says this step or a later one
+verl and SkyRL, other roles      the tracker of the run says this step; or a later one, and ``data.pt`` is there
 Megatron-LM, slime, NeMo         ``metadata.json`` of the archive; the tracker for formats without it
 torch DCP (torchtitan)           ``.metadata``, by renaming
 Hugging Face Trainer             ``trainer_state.json`` of the step
@@ -15,6 +15,7 @@ A sign may be left from an earlier save of the same step: it counts where it is 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,10 @@ SETTLED = 600.0
 _SHORT = 1 << 16
 """Bytes of JSON up to which it is read; the state of a trainer has the whole history of its losses, indented."""
 
+LOADER = "data.pt"
+"""Where verl and SkyRL keep the state of the data loader; verl's supervised trainer has one file a rank."""
+
+_LOADER = re.compile(r"data(_\d+)?\.pt")
 _OF_A_TRAINER = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth")
 _TREES = (*layout.ARCHIVES, layout.HUGGINGFACE)
 
@@ -90,7 +95,7 @@ def sign_of(checkpoint: Path, step: Path, number: int, tracker: Tracker | None, 
     if layout.MANIFEST in names or (step.name.startswith("global_step") and _has(checkpoint, _TREES)):
         return _file(checkpoint, layout.MANIFEST)
     if step.name.startswith("global_step"):
-        return _said(tracker, number, layout.TRACKER)
+        return _gone_past(step, beside, number, tracker) or _said(tracker, number, layout.TRACKER)
     is_megatrons = dcp.BACKEND_FILE in names or checkpoint.name.startswith("iter_")
     if TRAINER_STATE in beside or (step.name.startswith("checkpoint-") and not is_megatrons):
         known = TRAINER_STATE in beside or by_trainer or _is_trainers(beside)
@@ -132,6 +137,23 @@ def _said(tracker: Tracker | None, number: int, usual: str) -> Sign:
         return Sign(what=usual, given=False, absent=True)
     given = tracker.step is not None and tracker.step >= number
     return Sign(what=tracker.name, given=given, at=tracker.at)
+
+
+def _gone_past(step: Path, names: Collection[str], number: int, tracker: Tracker | None) -> Sign | None:
+    """Return the sign of a step when the tracker says a later one, or ``None`` where the tracker has to do.
+
+    The tracker says nothing of a step that a trainer died over, and that it did not come to again. The state of the
+    data loader does: it is written after all roles. A run whose latest step has none has it nowhere.
+    """
+    if tracker is None or tracker.step is None or tracker.step <= number:
+        return None
+    written = [(step / name).stat() for name in names if _LOADER.fullmatch(name)]
+    if written:
+        at = min(tracker.at, max(status.st_mtime for status in written))
+        return Sign(what=f"{tracker.name} and {LOADER}", given=all(status.st_size for status in written), at=at)
+    latest = step.with_name(f"global_step_{tracker.step}")
+    usual = latest.is_dir() and any(_LOADER.fullmatch(name) for name in os.listdir(latest))
+    return Sign(what=LOADER, given=False) if usual else None
 
 
 def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, known: bool = False) -> str:
