@@ -89,6 +89,24 @@ def test_a_crash_half_way_is_not_acted_on_before_the_step_is_saved_again(
     world.watch([*save(10), crashed, later(), *save(20, 1)]).check()
 
 
+@of_all(*SIGNED)
+@pytest.mark.parametrize("part", [0.5, 0.8])
+def test_a_crashed_save_stays_what_it_is_when_training_goes_past_it(world: World, save: Saves, part: float) -> None:
+    """Begun again from an earlier step, with another number of steps between two saves: the tracker says more."""
+    crashed = cut(save(20), int(changes_before_the_signal(world, save(20)) * part))
+    world.watch([*save(10), crashed, later(), *save(30, 1), later(), *save(40)]).check()
+    world.watch([later() for _ in range(20)]).check()
+
+
+@of_all(*SIGNED)
+@pytest.mark.parametrize("part", [0.5, 0.8])
+def test_half_of_two_saves_is_nothing_when_training_goes_past_it(world: World, save: Saves, part: float) -> None:
+    """The trainer died when it saved a step anew; its tracker said a later step all the time, and says more later."""
+    crashed = cut(save(20, 1), int(changes_before_the_signal(world, save(20, 1)) * part))
+    world.watch([*save(10), *save(20), *save(30), later(), crashed, later(), *save(40)]).check()
+    world.watch([later() for _ in range(20)]).check()
+
+
 @of_all()
 def test_a_step_that_is_saved_again_in_place_is_acted_on_again(world: World, save: Saves) -> None:
     """Training was begun again from an earlier step."""
