@@ -17,6 +17,7 @@ import torch
 from ckpttool.cli import main
 from tests import builders
 from tests.merged import config_of, tensors_in
+from tests.producers import sources_of
 
 DATA = Path(__file__).parent / "data"
 
@@ -117,6 +118,12 @@ def no_checksums() -> Iterator[None]:
 def data() -> Path:
     """Small checkpoints written by many versions of torch and megatron-core."""
     return DATA
+
+
+@pytest.fixture
+def lives(producer: str, fsdp_checkpoints: Path, megatron_checkpoints: Path, data: Path) -> list[dict[str, Path]]:
+    """What a program that trains saves in two lives, by role; a test is parametrised with its name."""
+    return sources_of(producer, fsdp_checkpoints, megatron_checkpoints, data)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from ckpttool.inspection import inspect
 from tests.builders import ROOT
-from tests.producers import KINDS, PRODUCERS, sources_of
+from tests.producers import KINDS, PRODUCERS
 from tests.trainer import contents, crash, cut, later, move, perform, read_log, remove, tell, text, together, write
 
 
@@ -24,10 +24,8 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("producer", PRODUCERS)
-def test_a_save_is_whole_when_it_is_told_to_be(
-    producer: str, run: Path, fsdp_checkpoints: Path, megatron_checkpoints: Path, data: Path
-) -> None:
-    first, second = sources_of(producer, fsdp_checkpoints, megatron_checkpoints, data)
+def test_a_save_is_whole_when_it_is_told_to_be(producer: str, run: Path, lives: list[dict[str, Path]]) -> None:
+    first, second = lives
     save = PRODUCERS[producer]
     told = []
     for step, sources in ((10, first), (20, second)):
@@ -44,11 +42,9 @@ def test_a_save_is_whole_when_it_is_told_to_be(
 
 
 @pytest.mark.parametrize("producer", PRODUCERS)
-def test_two_saves_have_the_same_names_and_other_contents(
-    producer: str, run: Path, fsdp_checkpoints: Path, megatron_checkpoints: Path, data: Path
-) -> None:
+def test_two_saves_have_the_same_names_and_other_contents(producer: str, lives: list[dict[str, Path]]) -> None:
     """So that a mixture of them can be told from both."""
-    first, second = sources_of(producer, fsdp_checkpoints, megatron_checkpoints, data)
+    first, second = lives
     assert first.keys() == second.keys()
     for role in first:
         one, other = contents(first[role]), contents(second[role])

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.producers import KINDS, PRODUCERS, Sources, sources_of
+from tests.producers import KINDS, PRODUCERS, Sources
 from tests.trainer import Act, cut, later, perform, together
 from tests.watched import World
 
@@ -29,27 +29,15 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.fixture
-def producer(request: pytest.FixtureRequest) -> str:
-    """The name of a program that trains."""
-    return str(request.param)
-
-
-@pytest.fixture
-def sources(producer: str, fsdp_checkpoints: Path, megatron_checkpoints: Path, data: Path) -> list[dict[str, Path]]:
-    """What it saves: two lives of it."""
-    return sources_of(producer, fsdp_checkpoints, megatron_checkpoints, data)
-
-
-@pytest.fixture
-def save(producer: str, sources: list[Sources]) -> Saves:
+def save(producer: str, lives: list[Sources]) -> Saves:
     def acts(step: int, life: int = 0) -> list[Act]:
-        return PRODUCERS[producer](step, sources[life])
+        return PRODUCERS[producer](step, lives[life])
 
     return acts
 
 
 def of_all(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("producer", names or tuple(PRODUCERS), indirect=True)
+    return pytest.mark.parametrize("producer", names or tuple(PRODUCERS))
 
 
 @of_all()

@@ -50,14 +50,15 @@ class World:
         """Let time pass, and the trainer work."""
         self.now += seconds
         self._pauses += 1
-        if self._pauses % self.looks == 0:
-            for _ in range(self.changes):
-                self.go_on()
-        if self._ended > 3:
+        for _ in range(self.changes if self._pauses % self.looks == 0 else 0):
+            self.go_on()
+        self._idle += self._ended
+        if self._idle > 4:
             raise Over
 
     _pauses: int = 0
-    _ended: int = 0
+    _idle: int = 0
+    _ended: bool = False
 
     def go_on(self) -> None:
         """Let the trainer make one change, and tell what there is to tell before it."""
@@ -66,7 +67,7 @@ class World:
                 self._stamp(step)
                 return
             self._hear(step)
-        self._ended += 1
+        self._ended = True
 
     def _hear(self, moment: Moment) -> None:
         report(self.log, moment)
@@ -79,11 +80,14 @@ class World:
 
     def train(self, acts: list[Act]) -> World:
         """Perform acts while nobody watches."""
-        self.trainer, self._ended = perform(self.run, acts), 0
+        self._begin(acts)
         while not self._ended:
             self.now += 1
             self.go_on()
         return self
+
+    def _begin(self, acts: list[Act]) -> None:
+        self.trainer, self._ended, self._idle, self._pauses = perform(self.run, acts), False, 0, 0
 
     def settings(self, settings: Settings) -> Settings:
         """Settings with the recorder as the first callback, and a look each second."""
@@ -92,7 +96,7 @@ class World:
 
     def watch(self, acts: list[Act] | None = None, settings: Settings | None = None, **options: Any) -> World:
         """Watch while acts are performed, until the trainer has ended and the watch has looked a few times more."""
-        self.trainer, self._ended, self._pauses = perform(self.run, acts or []), 0, 0
+        self._begin(acts or [])
         made = self.settings(settings or Settings())
         try:
             with Watcher(self.run, made, clock=lambda: self.now, sleep=self.sleep) as watcher:

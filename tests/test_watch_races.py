@@ -1,0 +1,125 @@
+"""`watch` while the trainer gets on: at each thing that the watch looks at, something else is there already."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.watching import Settings
+from tests.producers import PRODUCERS
+from tests.trainer import Act, later, remove
+from tests.watched import World
+
+LOOKS = ("listdir", "scandir", "stat", "lstat", "open")
+
+
+class Racing(World):
+    """A world whose trainer does not wait for the watch to pause: it makes a change before every so many looks."""
+
+    every: int = 1
+    _count: int = 0
+    _busy: bool = False
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the operating system that lets the trainer on before it is called."""
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            self._look()
+            return call(*arguments, **options)
+
+        return wrapped
+
+    def _look(self) -> None:
+        if self._busy:
+            return
+        self._count += 1
+        if self._count % self.every == 0:
+            self.now += 0.1
+            self.go_on()
+
+    def go_on(self) -> None:
+        """The trainer's own looks are no reason to go on."""
+        self._busy = True
+        try:
+            super().go_on()
+        finally:
+            self._busy = False
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Racing]:
+    """A run in which nothing is yet, of a trainer that gets on at each look."""
+    (tmp_path / "run").mkdir()
+    world = Racing(tmp_path / "run", tmp_path / "log")
+    with monkeypatch.context() as patch:
+        for name in LOOKS:
+            patch.setattr(os, name, world.around(getattr(os, name)))
+        patch.setattr(io, "open", world.around(io.open))
+        yield world
+
+
+OF_ALL = pytest.mark.parametrize("producer", [name for name in PRODUCERS if name != "unknown"])
+Lives = list[dict[str, Path]]
+
+
+@OF_ALL
+@pytest.mark.parametrize("every", [1, 4])
+def test_nothing_is_acted_on_too_early(world: Racing, producer: str, lives: Lives, every: int) -> None:
+    """Between the look at a signal and that at the data, data and signal are written on."""
+    world.every = every
+    save = PRODUCERS[producer]
+    world.watch([*save(10, lives[0]), *save(20, lives[1]), *save(30, lives[0])]).check()
+    assert not [notice for notice in world.notices if not notice.ok and notice.what != "incomplete"]
+
+
+@OF_ALL
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_a_save_over_an_earlier_one_is_acted_on_when_it_is_whole(
+    world: Racing, producer: str, lives: Lives, every: int
+) -> None:
+    """An action that runs when the second save begins may see some of it, but it is not the last one."""
+    world.every = every
+    save = PRODUCERS[producer]
+    world.watch([*save(10, lives[0]), later(), *save(10, lives[1])])
+    truth = {name: files for m in world.moments if m["what"] == "finished" for name, files in m["files"].items()}
+    found = {moment["name"]: moment["files"] for moment in world.acted}
+    assert found == truth
+
+
+@OF_ALL
+@pytest.mark.parametrize("every", [1, 5, 20])
+def test_what_is_pinned_is_whole_whatever_the_trainer_deletes(
+    world: Racing, producer: str, lives: Lives, every: int
+) -> None:
+    """The trainer keeps its last step only: what is deleted before it is pinned is not acted on."""
+    world.every = every
+    save = PRODUCERS[producer]
+    world.watch(
+        [
+            *save(10, lives[0]),
+            *(act for step in (20, 30) for act in [*save(step, lives[0]), *pruned(producer, step - 10, lives[0])]),
+        ],
+        Settings(pin=True),
+    )
+    truth = {name: files for m in world.moments if m["what"] == "finished" for name, files in m["files"].items()}
+    for moment in world.acted:
+        assert moment["files"] == truth[moment["name"]]
+    assert {name for name in truth if "30" in name} <= set(world.fired)
+    assert len(set(world.fired)) == len(world.fired)
+    assert not (world.run / ".ckpttool-pins").exists()
+
+
+def pruned(producer: str, step: int, roles: dict[str, Path]) -> list[Act]:
+    """What the trainer does to a step that it keeps no longer: verl deletes roles, others the step."""
+    folder = {
+        "megatron-lm": f"iter_{step:07d}",
+        "nemo-rl": f"step_{step}",
+        "torchtitan": f"step-{step}",
+        "transformers": f"checkpoint-{step}",
+    }.get(producer, f"global_step_{step}")
+    return [remove(f"{folder}/{role}") for role in roles] if producer.startswith("verl") else [remove(folder)]
