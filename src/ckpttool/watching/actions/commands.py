@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from ckpttool.callbacks import CheckpointEvent
 from ckpttool.environment import of_the_user
 from ckpttool.errors import UsageError
-from ckpttool.watching.actions import ActionFailed
-from ckpttool.watching.actions.children import Child
+from ckpttool.watching.actions import ActionFailed, children
 from ckpttool.watching.actions.quoting import with_references
 
 SHELL = "/bin/sh"
@@ -74,7 +73,7 @@ class Exec:
         if sys.stderr is not None:
             sys.stderr.flush()
         try:
-            code = Child(words, environment, json.dumps(event.as_json()).encode() + b"\n").returncode
+            code = children.run(words, environment, json.dumps(event.as_json()).encode() + b"\n")
         except OSError as error:
             raise self._not_run(words[0], error) from error
         if code:
