@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckpttool.errors import BrokenCheckpoint, CannotWrite, CkpttoolError, NotACheckpoint, UsageError
+from ckpttool.errors import BrokenCheckpoint, CannotWrite, CkpttoolError, NotACheckpoint, Problem, UsageError
 from ckpttool.watching import Notice, Settings, Watcher
 from ckpttool.watching.settingsfile import read_settings
 
@@ -18,6 +18,8 @@ LOG = logging.getLogger("ckpttool.integrations")
 
 LATE = 60.0
 """Seconds by which files that other nodes have written are seen late here, as network file systems cache names."""
+
+KEEP = "Let the trainer keep more of them, or have it wait: background = false."
 
 _LEVELS = {"acting": logging.DEBUG, "failed": logging.ERROR, "gone": logging.ERROR, "incomplete": logging.WARNING}
 
@@ -71,9 +73,17 @@ class Acting:
         self._check_failures()
         if not self._is_open:
             raise UsageError(f"{self.run}: step {step} comes after the end: the callback is closed already")
-        for notice in self._watcher.act_on(step, patience=patience):
-            tell(notice)
+        told = []
+        try:
+            for notice in self._watcher.act_on(step, patience=patience):
+                tell(notice)
+                told.append(notice)
+        except BrokenCheckpoint as error:
+            error.problems += tuple(_named(one) for one in told if one.what == "incomplete")
+            raise
         self._check_failures()
+        if not self.settings.keep_going:
+            _check_gone(told)
 
     def _check_failures(self) -> None:
         if self.failures and not self.settings.keep_going:
@@ -97,6 +107,18 @@ class Acting:
     def catch_up(self) -> str:
         """Return the command that does what is left undone."""
         return shlex.join(["ckpttool", "watch", str(self.run), "--once", "--config", str(self.file)])
+
+
+def _named(notice: Notice) -> Problem:
+    reasons = "; ".join(problem.message for problem in notice.problems)
+    return Problem(code="unfinished", message=f"{notice.data['name']}: {reasons}", path=str(notice.data["name"]))
+
+
+def _check_gone(told: Iterable[Notice]) -> None:
+    """Raise :class:`NotACheckpoint` where something was removed before all was done with it."""
+    for notice in told:
+        if notice.what == "gone":
+            raise NotACheckpoint(notice.message, hint=KEEP, code="gone")
 
 
 def tell(notice: Notice) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.errors import BrokenCheckpoint, NotACheckpoint, UsageError
-from ckpttool.integrations.acting import LATE, LOG, Acting, hinting, setting
+from ckpttool.integrations.acting import KEEP, LATE, LOG, Acting, hinting, setting
 from ckpttool.integrations.background import Worker
 from ckpttool.integrations.remaining import do_elsewhere
 
@@ -36,6 +36,8 @@ class _Job(NamedTuple):
     step: int
     folder: Path
     is_async: bool
+    was_seen: bool
+    """Whether any role was there when verl called."""
 
 
 class CkpttoolCallback:
@@ -78,7 +80,8 @@ class CkpttoolCallback:
         :class:`~ckpttool.errors.NotACheckpoint` for a save of which nothing can be seen on this node.
         """
         with hinting():
-            self._save(trainer, _Job(self, global_step, Path(checkpoint_dir), async_save))
+            folder = Path(checkpoint_dir)
+            self._save(trainer, _Job(self, global_step, folder, async_save, _has_roles(folder)))
 
     def _save(self, trainer: Any, job: _Job) -> None:
         self._worker.check()
@@ -112,7 +115,7 @@ class CkpttoolCallback:
         except (BrokenCheckpoint, NotACheckpoint) as error:
             if error in acting.failures or _has_roles(job.folder):
                 raise
-            raise _out_of_sight(job.folder) from error
+            raise _removed(job.folder) if job.was_seen else _out_of_sight(job.folder) from error
 
     def leave(self, steps: Sequence[int]) -> None:
         """Leave steps to a child process."""
@@ -175,6 +178,10 @@ def _has_roles(folder: Path) -> bool:
         return any(path.is_dir() and path.name not in _NO_ROLES for path in folder.iterdir())
     except OSError:
         return False
+
+
+def _removed(folder: Path) -> NotACheckpoint:
+    return NotACheckpoint(f"{folder}: its roles were removed before they were acted on", hint=KEEP, code="gone")
 
 
 def _out_of_sight(folder: Path) -> NotACheckpoint:
