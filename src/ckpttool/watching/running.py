@@ -126,9 +126,10 @@ class Watcher:
             if not look.missing and (look.seen.candidates or self._has_entry(step)):
                 yield from self._pruner.prune(0)
                 return
-            if patience is not None and self._clock() - begun >= patience:
+            left = self._settings.interval if patience is None else begun + patience - self._clock()
+            if left <= 0:
                 raise self._not_finished(step, look)
-            self._sleep(self._settings.interval)
+            self._sleep(min(self._settings.interval, left))
 
     def _look(self, *, since: int, only: int | None = None, final: bool) -> Generator[Notice, None, _Look]:
         """Look once, and act on what is finished."""
