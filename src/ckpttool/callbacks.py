@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,12 +82,18 @@ def search_here(run: Path | str) -> bool:
 
     They are not where it is, or lies in, the run that is watched: nothing of a checkpoint is executed.
     """
-    here, there = Path.cwd().resolve(), Path(run).resolve()
-    if there == here or there in here.parents:
+    if works_in(run):
         return False
-    if str(here) not in sys.path:
-        sys.path.append(str(here))
+    here = str(Path.cwd().resolve())
+    if here not in sys.path:
+        sys.path.append(here)
     return True
+
+
+def works_in(run: Path | str) -> bool:
+    """Tell whether the working directory is, or lies in, a run."""
+    here, there = Path.cwd().resolve(), Path(run).resolve()
+    return there in (here, *here.parents)
 
 
 def _named(name: str) -> Any:
@@ -102,11 +109,20 @@ def _named(name: str) -> Any:
         if found is not None:
             return _looked_up(name, found, words[count:])
     missing = next(part for part in _beginnings(modules) if _imported(name, part) is None)
+    around, _, last = missing.rpartition(".")
+    hint = f"Where it lies has to be on PYTHONPATH, or it has to be installed{_NO_FILE if 'py' in words else ''}."
     raise UsageError(
         f"{name}: no module {missing}",
-        hint=f"Where it lies has to be on PYTHONPATH, or it has to be installed{_NO_FILE if 'py' in words else ''}.",
+        hint=(_close(last, sys.modules[around]) if around else "") or hint,
         code="no-module",
     )
+
+
+def _close(word: str, found: Any) -> str:
+    """Name what a class, a module or a package has that is called alike; nothing where there is nothing."""
+    inside = (module.name for module in pkgutil.iter_modules(getattr(found, "__path__", ())))
+    close = get_close_matches(word, {*dir(found), *inside}, 3)
+    return f"There is {', '.join(close)}." if close else ""
 
 
 _NO_FILE = ", by the name of its module, not of a file"
@@ -161,13 +177,13 @@ def _place(error: BaseException) -> str:
 
 def _looked_up(name: str, found: Any, words: Sequence[str]) -> Any:
     for word in words:
-        where, close = found, get_close_matches(word, dir(found), 3)
+        where = found
         try:
             found = getattr(found, word)
         except AttributeError as error:
             what = "module" if isinstance(where, ModuleType) else "class"
-            hint = f"There is {', '.join(close)}." if close else ""
-            raise UsageError(f"{name}: no {word} in {what} {where.__name__}", hint=hint, code="no-class") from error
+            message = f"{name}: no {word} in {what} {where.__name__}"
+            raise UsageError(message, hint=_close(word, where), code="no-class") from error
         except Exception as error:  # of a module that makes its names when they are asked for
             raise _import_failed(name, f"{where.__name__}.{word}", error) from error
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ckpttool.callbacks import CheckpointEvent, load_callback
+from ckpttool.callbacks import CheckpointCallback, CheckpointEvent, load_callback, works_in
 from ckpttool.errors import CkpttoolError, Problem, UsageError
 from ckpttool.watching.settings import Settings
 
@@ -68,8 +68,17 @@ def _actions(settings: Settings, run: Path) -> Iterator[Action]:
         to_hf = ToHf(settings.to_hf, settings.dtype, settings.lora, settings.hf_config, settings.roles)
         to_hf.check_place(run)
         yield to_hf
-    yield from (Call(name, load_callback(name, settings.callback_config)) for name in settings.callbacks)
+    yield from (Call(name, _loaded(name, settings, run)) for name in settings.callbacks)
     yield from (Exec(command, settings.shell) for command in settings.exec)
+
+
+def _loaded(name: str, settings: Settings, run: Path) -> CheckpointCallback:
+    try:
+        return load_callback(name, settings.callback_config)
+    except UsageError as error:
+        if error.code == "no-module" and works_in(run):
+            error.hint += " Nothing is imported from the working directory: it lies in the run."
+        raise
 
 
 def _check_together(settings: Settings) -> None:
