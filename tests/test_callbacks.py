@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ckpttool.callbacks import search_here
 from ckpttool.errors import CannotWrite
 from ckpttool.watching.actions import ActionFailed
 from ckpttool.watching.actions.calls import Call
+from tests.conftest import Call as CommandLine
 
 EVENT = CheckpointEvent(run="/run", name="global_step_20/actor", path="/p", original="/o", step=20, role="actor")
 MODULE = """\
@@ -301,3 +304,28 @@ def test_a_working_directory_beside_the_run_is_searched(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path / "run2")
     assert search_here(tmp_path / "run")
     assert sys.path[-1] == str((tmp_path / "run2").resolve())
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_what_a_callback_prints_is_no_result(
+    more: tuple[str, ...],
+    tmp_path: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ckpttool: Callable[..., CommandLine],
+) -> None:
+    """Of a watch, standard output has what it tells, whatever is printed by those that it calls."""
+    name = f"loud{next(NUMBERS)}"
+    methods = "".join(f"    def {head}: print('loud')\n" for head in ("__init__(self)", "on_save(self, event)"))
+    text = f"print('loud')\nclass Loud:\n{methods}"
+    (tmp_path / f"{name}.py").write_text(text)
+    shutil.copytree(data / "fsdp" / "torch2.13-fsdp2", tmp_path / "run/global_step_20/actor")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("20")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = ("watch", "run", "--once", "--callback", f"{name}:Loud", "--exec", "echo loud", "--no-progress", *more)
+    call = ckpttool(*words)
+    assert (call.code, call.err) == (0, "loud\n" * 3)
+    assert "callback" in call.out
+    assert not [line for line in call.out.splitlines() if line == "loud"]
+    assert not more or [json.loads(line)["command"] for line in call.out.splitlines()].count("watch") > 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,7 +133,8 @@ def watch(
     check_run(run)
     search_here(run)
     shown = Display(session.out, session.err, json=json, quiet=quiet, progress=not (no_progress or quiet or json))
-    with Watcher(run, settings_of(config, given)) as watcher, shown:
+    aside = redirect_stdout(sys.stderr)  # what callbacks print, as what commands do
+    with aside, Watcher(run, settings_of(config, given)) as watcher, shown:
         for notice in watcher.watch(once=once, timeout=ending, since=begin, waiting=shown.wait):
             shown.tell(notice)
     raise Exit(watcher.exit_code)
