@@ -66,10 +66,11 @@ class World:
             if not isinstance(step, dict):
                 self._stamp(step)
                 return
-            self._hear(step)
+            self.hear(step)
         self._ended = True
 
-    def _hear(self, moment: Moment) -> None:
+    def hear(self, moment: Moment) -> None:
+        """Note what the trainer tells; a minute passes before what it does later."""
         report(self.log, moment)
         if moment["what"] == "later":
             self.now += MINUTE
