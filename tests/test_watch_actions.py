@@ -91,7 +91,8 @@ def test_a_model_is_what_the_command_writes(
     assert contents(here / "models" / str(event.step)) == contents(here / "out") != {}
     data = call.json["data"]
     number, size = f"{data['parameters']:,} parameters", sum(file["bytes"] for file in data["files"])
-    assert told == f"to-hf: {here}/models/{event.step} ({number}, {size / 1000:.3g} KB)"
+    notes = [note["message"] for note in call.json["problems"]]
+    assert told.splitlines() == [f"to-hf: {here}/models/{event.step} ({number}, {size / 1000:.3g} KB)", *notes]
 
 
 def test_a_template_has_what_an_event_has(run: Path) -> None:

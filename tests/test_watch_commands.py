@@ -109,9 +109,9 @@ def test_where_a_shell_would_not_put_the_value_is_refused(line: str, where: str)
 
 
 def test_what_is_no_placeholder_stays(tmp_path: Path) -> None:
-    line = "printf '%s ' '{attempt}' {paths} '{\"path\": 1}' \\{path} ${CKPTTOOL_PATH##*/} > out"
+    line = "printf '%s ' '{attempt}' {words} '{\"path\": 1}' \\{path} ${CKPTTOOL_PATH##*/} > out"
     Exec(line, shell=True).run(EVENT)
-    assert (tmp_path / "out").read_text() == '{attempt} {paths} {"path": 1} {path} actor '
+    assert (tmp_path / "out").read_text() == '{attempt} {words} {"path": 1} {path} actor '
 
 
 def test_a_command_is_told_of_the_event(tmp_path: Path) -> None:

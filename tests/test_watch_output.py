@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,19 @@ def told(*notices: Notice, json: bool = False, quiet: bool = False) -> str:
     return out.getvalue()
 
 
-def test_a_finished_checkpoint_is_one_line() -> None:
-    at = time.strftime("%H:%M:%S", time.localtime(NOW))
-    assert told(FINISHED) == f"{at}  global_step_20/actor is finished: ckpt_contents.json, 12.3 GB in 9 files\n"
+def test_a_finished_checkpoint_is_one_line_below_the_day() -> None:
+    day, at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(NOW)).split()
+    line = f"{at}  global_step_20/actor is finished: ckpt_contents.json, 12.3 GB in 9 files\n"
+    assert told(FINISHED) == f"{day}\n{line}"
+    assert told(FINISHED, FINISHED) == f"{day}\n{line}{line}"
+    assert told(FINISHED, replace(FINISHED, at=NOW + 86400)).count("\n20") == 1
 
 
 def test_a_failure_says_the_code_the_hint_and_where_it_happened() -> None:
     at = time.strftime("%H:%M:%S", time.localtime(NOW))
     text = told(FAILED)
-    assert text.splitlines() == [
-        f"{at}  exec up.sh: ended with code 3",
+    assert text.splitlines()[1:] == [
+        f"{at}  ! exec up.sh: ended with code 3",
         "            Look into it.",
         '              File "hooks.py", line 5\\x1b[31m',
     ]
@@ -73,18 +77,20 @@ def test_programs_get_an_object_a_line() -> None:
     assert lines[1]["data"]["status"] == 3
 
 
-def test_quietly_there_are_failures_and_the_end() -> None:
+def test_quietly_there_are_failures_and_an_end_that_is_one() -> None:
     end = Notice(what="stopped", at=NOW, message="stopped: that was one look", data=END)
-    text = told(FINISHED, FAILED, end, quiet=True)
+    text = told(FINISHED, FAILED, replace(end, problems=FAILED.problems), quiet=True)
     assert "is finished" not in text
-    assert "ended with code 3" in text
+    assert text.count("ended with code 3") == 1
     assert text.splitlines()[-1] == (
-        "stopped: that was one look; 2 checkpoints done in all; 1 failed; a waits for b (and 1 more)"
+        "stopped: that was one look; 2 checkpoints done, 5 before; 1 failed, which the next watch tries again; "
+        "a waits for b (and 1 more)"
     )
+    assert told(FINISHED, end, quiet=True) == ""
 
 
 WAITING = [{"checkpoint": "a", "waits_for": "b"}, {"checkpoint": "c", "waits_for": "d"}]
-END = {"reason": "that was one look", "done": 2, "failed": 1, "unfinished": WAITING}
+END = {"reason": "that was one look", "done": 2, "done_before": 5, "failed": 1, "unfinished": WAITING}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,11 @@ END = {"reason": "that was one look", "done": 2, "failed": 1, "unfinished": WAIT
             Status(last="iter_0000020", expected=30, due=NOW + 700),
             "waiting: last iter_0000020; next step 30 in about 11 min 40 s",
         ),
-        (Status(last="iter_0000020", expected=30, due=NOW - 700), "waiting: last iter_0000020; next step 30, due"),
+        (Status(last="iter_0000020", expected=30, due=NOW - 5), "waiting: last iter_0000020; next step 30 is due"),
+        (
+            Status(last="iter_0000020", expected=30, due=NOW - 700),
+            "waiting: last iter_0000020; next step 30 was due 11 min 40 s ago",
+        ),
         (
             Status(growing="iter_0000030", expected=30, bytes=5_000_000, rate=2_000_000.0, awaited="metadata.json"),
             "waiting: nothing yet; iter_0000030: 5 MB, 2 MB/s, waits for metadata.json",
@@ -129,6 +139,8 @@ def test_it_is_drawn_on_a_terminal_and_erased_before_anything_else() -> None:
         (["--since", "-3"], "--since -3: no whole number"),
         (["--keep-last", "0"], "--keep-last 0: no whole number above 0"),
         (["--retries", "x"], "--retries x: no whole number"),
+        (["--yes"], "--yes without --keep-last or --keep-every"),
+        (["--exec", "echo {stp}"], "there is no {stp}"),
         (["--dtype", "int8"], "--dtype int8: not one of bf16, fp16, fp32"),
     ],
 )

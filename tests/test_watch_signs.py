@@ -128,7 +128,10 @@ def test_the_tracker_says_so(sign: Find, run: Path, tracker: str, said: str, giv
     run.mkdir()
     (run / tracker).write_text(said)
     os.utime(run / tracker, (NOW, NOW))
-    assert sign("global_step_20/actor", SHARDS) == Sign(what=tracker, given=given, at=NOW)
+    found = sign("global_step_20/actor", SHARDS)
+    assert found is not None
+    assert (found.what, found.given, found.at) == (tracker, given, NOW)
+    assert found.said == ("" if given else "says 19" if said == "19" else f"holds {said!r}, not a step")
 
 
 @pytest.mark.parametrize("loader", ["data.pt", "data_3.pt"])
@@ -160,7 +163,7 @@ def test_where_no_step_has_a_data_loader_the_tracker_has_to_do(sign: Find, run: 
 
 def test_without_a_tracker_there_is_not_even_an_old_sign(sign: Find) -> None:
     assert sign("global_step_20/actor", SHARDS) == Sign(
-        what="latest_checkpointed_iteration.txt", given=False, absent=True
+        what="latest_checkpointed_iteration.txt", given=False, absent=True, said="is not there"
     )
 
 
@@ -200,6 +203,11 @@ def test_what_has_no_data_yet_is_not_finished_however_quiet_it_is() -> None:
 def test_a_sign_that_is_not_given_is_waited_for_however_quiet_it_is() -> None:
     sign = Sign(what="the sign", given=False, at=NOW)
     assert awaited(sign, newest=NOW, unchanged=True, now=NOW + 100 * SETTLED) == "the sign"
+
+
+def test_what_a_sign_says_instead_is_told() -> None:
+    sign = Sign(what="the sign", given=False, said="says 15")
+    assert awaited(sign, newest=NOW, unchanged=True, now=NOW) == "the sign, which says 15"
 
 
 def test_where_there_is_none_at_all_a_long_quiet_counts() -> None:

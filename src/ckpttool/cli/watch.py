@@ -23,7 +23,11 @@ def watch(
     path: Annotated[str, Argument(metavar="RUN", help="The directory in which training makes its steps.")] = ".",
     exec_: Annotated[
         list[str] | None,
-        Option("--exec", metavar="CMD", help="Run a program: words {path} {step} {role} {kind} are filled in."),
+        Option(
+            "--exec",
+            metavar="CMD",
+            help="Run a program; {path} {step} {role} {kind} {run} {name} are filled in.",
+        ),
     ] = None,
     shell: Annotated[bool, Option("--shell", help="Have --exec run by /bin/sh: pipes, variables, &&.")] = False,
     callback: Annotated[
@@ -87,7 +91,7 @@ def watch(
         str | None, Option("--config", metavar="FILE", help="Take options from a TOML or JSON file, too.")
     ] = None,
     json: Annotated[bool, Option("--json", help="Print one JSON object a line for everything that happens.")] = False,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="Print failures and the end only.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print failures only: nothing where there are none.")] = False,
     no_progress: NoProgress = False,
     color: Color = "auto",
 ) -> None:
@@ -97,12 +101,12 @@ def watch(
     torchtitan, Hugging Face's Trainer: the file that each writes last) and its structure bears it out. Those that are
     there already come first, steps in order. What was done is remembered: a restart repeats nothing that was done, and
     does again what was cut short. Actions run in this order: verify, migrate, to-hf, callbacks, programs; retention
-    follows. One that fails ends the watch. Exit codes: 0 done, 1 an action failed, 3 no run, 6 the state cannot be
-    written or another watch is at work.
+    follows. One that fails is tried --retries times more, after 1, 2, 4 ... seconds, and then ends the watch. Exit
+    codes: 0 done, 1 an action failed, 2 usage, 3 no run, 6 the state cannot be written or another watch is at work.
     """
     session = ctx.obj
     session.begin("watch", json=json, color=check_color(color))
-    session.when_stopped = "stopped; an action that was running is done again by the next watch"
+    session.when_stopped = "stopped"
     given = {
         "exec": tuple(exec_ or ()),
         "shell": shell or None,
@@ -130,13 +134,22 @@ def watch(
     from ckpttool.render.watching import Display
     from ckpttool.watching import Watcher, check_run
 
+    settings = settings_of(config, given)
+    if settings.yes and settings.keep_last is None and settings.keep_every is None:
+        raise UsageError("--yes without --keep-last or --keep-every: nothing is deleted")
     check_run(run)
     search_here(run)
     shown = Display(session.out, session.err, json=json, quiet=quiet, progress=not (no_progress or quiet or json))
     aside = redirect_stdout(sys.stderr)  # what callbacks print, as what commands do
-    with aside, Watcher(run, settings_of(config, given)) as watcher, shown:
-        for notice in watcher.watch(once=once, timeout=ending, since=begin, waiting=shown.wait):
-            shown.tell(notice)
+    with aside, Watcher(run, settings) as watcher, shown:
+        try:
+            for notice in watcher.watch(once=once, timeout=ending, since=begin, waiting=shown.wait):
+                session.when_stopped = shown.when_stopped(notice)
+                shown.tell(notice)
+        except BaseException as end:
+            if json and not isinstance(end, Exception):  # a signal: for people, it is said at the border
+                shown.tell(watcher.interrupted("Ctrl-C" if isinstance(end, KeyboardInterrupt) else "a signal"))
+            raise
     raise Exit(watcher.exit_code)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ckpttool.render.terminal import clean, duration, envelope, plural, print_each, shown_path, size
+from ckpttool.render.terminal import clean, duration, envelope, near, plural, print_each, size
 from ckpttool.watching.result import Notice, Status, What
 
 EVERY = 600.0
@@ -23,8 +23,8 @@ _STYLES: Mapping[What, str] = {
     "done": "green",
     "stopped": "bold",
 }
-_QUIET: frozenset[What] = frozenset({"failed", "incomplete", "gone", "stopped"})
-_INNER: frozenset[What] = frozenset({"acting", "acted", "done"})
+_QUIET: frozenset[What] = frozenset({"failed", "incomplete", "gone"})
+_INNER: frozenset[What] = frozenset({"acting", "acted", "failed", "done"})
 
 
 class Display:
@@ -34,6 +34,7 @@ class Display:
         self._out, self._err = out, err
         self._json, self._quiet, self._progress = json, quiet, progress
         self._drawn, self._last = False, time.monotonic()
+        self._day = ""
 
     def __enter__(self) -> Display:
         return self
@@ -46,19 +47,21 @@ class Display:
         if self._json:
             line = envelope("watch", ok=notice.ok, data=notice.as_json(), problems=notice.problems, lines=False)
             self._out.file.write(f"{line}\n")
-        elif notice.what in _QUIET or not self._quiet:
+        elif notice.what == "acting":
+            self._draw(f"running {notice.data['action']} on {notice.event.name if notice.event else ''}")
+        elif not self._quiet or notice.what in _QUIET or not notice.ok:
             self._erase()
             self._print(notice)
         self._out.file.flush()
 
     def _print(self, notice: Notice) -> None:
-        if notice.what == "acting":
-            return
-        at = "" if notice.what in ("watching", "stopped") else time.strftime("%H:%M:%S  ", time.localtime(notice.at))
-        inner = "  " if notice.what in _INNER else ""
+        at = self._at(notice)
+        inner = "! " if notice.what == "failed" else "  " if notice.what in _INNER else ""
         style = _STYLES.get(notice.what, "")
-        words = clean(_message(notice))
+        words = clean(near(_message(notice)))
         self._out.print(Text(at, "dim") + Text(f"{inner}{words}", style), soft_wrap=True)
+        if notice.what == "stopped":  # its problems were told when they came
+            return
         told = [problem for problem in notice.problems if problem.message != notice.message]
         print_each(told, self._out, indent=len(at) + 2)
         for hint in {problem.hint for problem in notice.problems if problem.message == notice.message and problem.hint}:
@@ -66,16 +69,41 @@ class Display:
         for line in notice.detail.splitlines():
             self._out.print(Text(f"{' ' * (len(at) + 2)}{clean(line)}", "dim"), soft_wrap=True)
 
+    def _at(self, notice: Notice) -> str:
+        """Return the time of day, and the day where that is another one: a watch runs for weeks."""
+        if notice.what in ("watching", "stopped"):
+            return ""
+        then = time.localtime(notice.at)
+        day, self._day = self._day, time.strftime("%Y-%m-%d", then)
+        if day != self._day:
+            self._out.print(Text(self._day, "dim"))
+        return time.strftime("%H:%M:%S  ", then)
+
+    def when_stopped(self, notice: Notice) -> str:
+        """Return what is to be said when a signal comes before the next notice."""
+        if notice.what != "acting" or notice.event is None:
+            return "stopped"
+        return f"stopped; {notice.data['action']} on {notice.event.name} was cut short: the next watch does it again"
+
     def wait(self, status: Status) -> None:
         """Show where things stand: in a line that moves on a terminal, one now and then elsewhere."""
         now = time.monotonic()
         if not self._progress or (not self._err.is_terminal and now - self._last < EVERY):
             return
         self._last = now
-        line = clean(status_line(status, time.time()))
-        self._drawn = self._err.is_terminal
-        self._err.file.write(f"\r\x1b[K{line[: self._err.width - 1]}" if self._drawn else f"{line}\n")
-        self._err.file.flush()
+        line = status_line(status, time.time())
+        if self._err.is_terminal:
+            self._draw(line)
+        else:
+            self._err.file.write(f"{clean(line)}\n")
+            self._err.file.flush()
+
+    def _draw(self, line: str) -> None:
+        """Show what goes on in a line that the next one erases; nothing without a terminal."""
+        if self._progress and self._err.is_terminal:
+            self._drawn = True
+            self._err.file.write(f"\r\x1b[K{clean(near(line))[: self._err.width - 1]}")
+            self._err.file.flush()
 
     def _erase(self) -> None:
         if self._drawn:
@@ -87,7 +115,7 @@ class Display:
 def _message(notice: Notice) -> str:
     data = notice.data
     if notice.what == "watching":
-        return f"watching {shown_path(data['run'])}: {', '.join(data['actions']) or 'no action'}{_before(data)}"
+        return f"watching {data['run']}: {', '.join(data['actions']) or 'no action'}{_before(data)}"
     if notice.what == "finished":
         return f"{notice.message}, {size(data['bytes'])} in {plural(data['files'], 'file')}{_again(notice)}"
     if notice.what == "acted":
@@ -102,7 +130,9 @@ def _message(notice: Notice) -> str:
 
 
 def _before(data: Mapping[str, Any]) -> str:
-    return f"; {plural(data['done_before'], 'checkpoint')} done before" if data["done_before"] else ""
+    done = f"; {plural(data['done_before'], 'checkpoint')} done before" if data["done_before"] else ""
+    again = f"; {data['due_again']:,} more, of which not all of that is done" if data["due_again"] else ""
+    return done + again
 
 
 def _again(notice: Notice) -> str:
@@ -115,9 +145,10 @@ def _again(notice: Notice) -> str:
 
 
 def _counts(data: Mapping[str, Any]) -> str:
-    words = [f"{plural(data['done'], 'checkpoint')} done in all"]
+    before = f", {data['done_before']:,} before" if data["done_before"] else ""
+    words = [f"{plural(data['done'], 'checkpoint')} done{before}"]
     if data["failed"]:
-        words.append(f"{data['failed']:,} failed")
+        words.append(f"{data['failed']:,} failed, which the next watch tries again")
     if data["unfinished"]:
         first = data["unfinished"][0]
         more = f" (and {len(data['unfinished']) - 1:,} more)" if len(data["unfinished"]) > 1 else ""
@@ -129,9 +160,10 @@ def status_line(status: Status, now: float) -> str:
     """Say in one line what came last, what is expected, and how far it is."""
     words = [f"last {status.last}" if status.last else "nothing yet"]
     if status.growing is not None:
-        rate = f", {size(status.rate)}/s" if status.rate is not None else ""
+        rate = f", {size(status.rate)}/s" if status.rate else ""
         words.append(f"{status.growing}: {size(status.bytes)}{rate}, waits for {status.awaited}")
     elif status.expected is not None:
         due = status.due - now if status.due is not None else 0.0
-        words.append(f"next step {status.expected}" + (f" in about {duration(due)}" if due > 1 else ", due"))
+        when = f" in about {duration(due)}" if due > 1 else f" was due {duration(-due)} ago" if due < -60 else " is due"
+        words.append(f"next step {status.expected}{when}")
     return "waiting: " + "; ".join(words)

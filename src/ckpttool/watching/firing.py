@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from ckpttool.callbacks import CheckpointEvent
@@ -39,12 +40,14 @@ def confirmed(path: Path, *, signed: bool) -> Inspection:
 
 
 class Firing:
-    """Acts on checkpoints, one after the other, and records it. ``failures`` are what actions came to in the end."""
+    """Acts on checkpoints, one after the other, and records it: how many are ``done``, what ``failures`` there were."""
 
     def __init__(
         self, run: Path, actions: Sequence[Action], settings: Settings, state: State, *, clock: Clock, sleep: Sleep
     ) -> None:
         self.failures: list[CkpttoolError] = []
+        self.done = 0
+        self._noted: set[str] = set()
         self._run, self._actions, self._settings, self._state = run, actions, settings, state
         self._clock, self._sleep = clock, sleep
 
@@ -68,6 +71,7 @@ class Firing:
                     if self._state.entries[event.name].course == "failed":
                         return
             self._state.change(event.name, course="done", at=self._clock(), status=None)
+            self.done += 1
             seconds = self._clock() - begun
             yield self._notice("done", f"{event.name} is done", event, data={"seconds": seconds})
 
@@ -75,14 +79,14 @@ class Firing:
         """Record that actions begin, and return what they are told."""
         before = self._state.entries.get(candidate.name)
         same = before is not None and before.anchor == candidate.anchor
-        pending = before is not None and same and before.course != "done"
+        begun = before.attempts if before is not None and same and before.course != "done" else 0
         entry = Entry(
             step=candidate.number,
             role=candidate.role,
             course="running",
             anchor=candidate.anchor,
-            actions=before.actions if before is not None and pending else (),
-            attempts=before.attempts + 1 if before is not None and pending else 1,
+            actions=before.actions if before is not None and same else (),
+            attempts=begun + 1,
             at=self._clock(),
         )
         self._state.put(candidate.name, entry)
@@ -100,14 +104,15 @@ class Firing:
 
     def _act(self, action: Action, event: CheckpointEvent) -> Iterator[Notice]:
         """Run one action until it succeeds or was tried often enough."""
-        for left in range(self._settings.retries, -1, -1):
-            begun = self._clock()
+        first, most = event.attempt, self._settings.retries
+        for left in range(most, -1, -1):
+            event, begun = replace(event, attempt=first + most - left), self._clock()
             yield self._notice("acting", action.label, event, data={"action": action.label})
             try:
                 outcome = action.run(event)
             except (CkpttoolError, OSError) as error:
                 failure = _failure(action, error, event)
-                wait = min(LONGEST_WAIT, 2.0 ** (self._settings.retries - left))
+                wait = min(LONGEST_WAIT, 2.0 ** (most - left))
                 if not left:
                     self.failures.append(failure)
                     status = status_of(failure)
@@ -118,9 +123,16 @@ class Firing:
                 continue
             done = (*self._state.entries[event.name].actions, action.label)
             self._state.change(event.name, actions=done, at=self._clock())
-            data = {"action": action.label, "outcome": outcome, "seconds": self._clock() - begun}
-            yield self._notice("acted", outcome or action.label, event, data=data)
+            message, *notes = outcome.splitlines() or [action.label]
+            data = {"action": action.label, "outcome": message, "notes": notes, "seconds": self._clock() - begun}
+            yield self._notice("acted", message, event, data=data, detail=self._new(notes))
             return
+
+    def _new(self, notes: Sequence[str]) -> str:
+        """Return those of some notes that were not told of another checkpoint."""
+        new = [note for note in notes if note not in self._noted]
+        self._noted.update(new)
+        return "\n".join(new)
 
     def _failed(self, action: Action, failure: CkpttoolError, event: CheckpointEvent, left: int, wait: float) -> Notice:
         data = {"action": action.label, "status": status_of(failure), "attempts_left": left}
@@ -157,8 +169,10 @@ def status_of(error: CkpttoolError) -> int:
 
 
 def _failure(action: Action, error: CkpttoolError | OSError, event: CheckpointEvent) -> CkpttoolError:
-    """Return what an action came to, with a word on a checkpoint that the trainer has removed meanwhile."""
-    failure = error if isinstance(error, CkpttoolError) else NotACheckpoint(f"{action.label}: {error}")
+    """Return what an action came to: on which checkpoint, and whether the trainer has removed that meanwhile."""
+    failure = error if isinstance(error, CkpttoolError) else NotACheckpoint(str(error))
+    by = "" if failure.message.startswith(action.label) else f"{action.label}: "
+    failure.message = f"{event.name}: {by}{failure.message}"
     if not Path(event.path).exists():
         failure.hint = f"{event.name} was removed meanwhile: --pin keeps it while actions run. {failure.hint}".rstrip()
     return failure

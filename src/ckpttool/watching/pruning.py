@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpttool.errors import Problem
+from ckpttool.errors import CkpttoolError, Problem
 from ckpttool.watching.clock import Clock
+from ckpttool.watching.firing import confirmed
 from ckpttool.watching.result import Notice, What
 from ckpttool.watching.retention import Pruning, Removal, Step, carry_out, clear_removed, plan, protected
-from ckpttool.watching.scanning import Candidate, is_rewritten, scan
+from ckpttool.watching.scanning import Candidate, Extent, is_rewritten, scan
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.signs import SETTLED, awaited
 from ckpttool.watching.state import State
@@ -19,8 +20,11 @@ from ckpttool.watching.state import State
 class Pruner:
     """Deletes the steps that the settings do not keep, or says what it would delete; tells nothing twice."""
 
-    def __init__(self, run: Path, settings: Settings, state: State, clock: Clock) -> None:
-        self._run, self._settings, self._state, self._clock = run, settings, state, clock
+    def __init__(self, run: Path, settings: Settings, state: State, labels: Collection[str], clock: Clock) -> None:
+        self._run, self._settings, self._state, self._labels, self._clock = run, settings, state, labels, clock
+        self._whole: dict[str, Extent] = {}
+        self.refused = False
+        """Whether something could not be deleted."""
         self._told: dict[str, str] = {}
         self._cleared = False
 
@@ -60,11 +64,13 @@ class Pruner:
             elif removal.removed:
                 yield self._deleted(removal)
             else:
-                yield from self._tell_once("kept", removal.step, f"{name}: not deleted", *removal.problems)
+                self.refused = True
+                yield from self._tell_once("kept", removal.step, f"{name} is not deleted", *removal.problems)
 
     def _deleted(self, removal: Removal) -> Notice:
         data = {"step": removal.step.number, "name": removal.step.path.name, "deleted": True, "freed": removal.freed}
         message = f"{removal.step.path.name} is deleted"
+        self.refused = self.refused or bool(removal.problems)
         return Notice(what="pruned", at=self._clock(), message=message, data=data, problems=removal.problems)
 
     def _tell_once(self, what: What, step: Step, message: str, *problems: Problem, **data: Any) -> Iterator[Notice]:
@@ -92,15 +98,24 @@ class Pruner:
         entry = self._state.entries.get(candidate.name)
         if entry is not None and (entry.anchor is None or not is_rewritten(candidate.path, entry.anchor)):
             return entry.course != "gone"
-        quiet = self._clock() - candidate.extent.newest > SETTLED
-        newest = candidate.extent.newest
-        return not self._is_acted_on(candidate) and not awaited(
-            candidate.sign, newest=newest, unchanged=quiet, now=self._clock()
-        )
+        newest, now = candidate.extent.newest, self._clock()
+        quiet = now - newest > SETTLED
+        missing = awaited(candidate.sign, newest=newest, unchanged=quiet, now=now)
+        return not self._is_acted_on(candidate) and not missing and self._is_whole(candidate)
+
+    def _is_whole(self, candidate: Candidate) -> bool:
+        """Look into a checkpoint that is not acted on, once for as long as it does not change."""
+        if self._whole.get(candidate.name) != candidate.extent:
+            try:
+                confirmed(candidate.path, signed=candidate.sign is not None)
+            except (CkpttoolError, OSError):
+                return False
+            self._whole[candidate.name] = candidate.extent
+        return True
 
     def _is_busy(self, candidate: Candidate) -> bool:
         entry = self._state.entries.get(candidate.name)
-        return entry.course != "done" if entry is not None else self._is_acted_on(candidate)
+        return self._is_acted_on(candidate) and (entry is None or entry.lacks(self._labels))
 
     def _is_acted_on(self, candidate: Candidate) -> bool:
         return not self._settings.roles or candidate.role in self._settings.roles

@@ -17,7 +17,7 @@ from ckpttool.watching.firing import Firing
 from ckpttool.watching.pins import clear_pins
 from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
-from ckpttool.watching.scanning import Candidate, Scan, is_rewritten, scan
+from ckpttool.watching.scanning import Candidate, Scan, checkpoints_of, is_rewritten, scan, steps_of
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.signs import SETTLED, awaited
 from ckpttool.watching.state import NAME, State
@@ -49,10 +49,11 @@ class Watcher:
         """Check everything that can be checked before there is a checkpoint; raises :class:`UsageError`."""
         self._run = Path(os.path.abspath(run))  # noqa: PTH100 - resolve() would follow links
         self._settings, self._clock, self._sleep = settings, clock, sleep
-        self._state = State(Path(settings.state) if settings.state is not None else self._run / NAME)
+        self._state = State(_place(settings, self._run), self._run)
         self._actions = actions_of(settings, self._run)
         self._firing = Firing(self._run, self._actions, settings, self._state, clock=clock, sleep=sleep)
-        self._pruner = Pruner(self._run, settings, self._state, clock)
+        self._labels = [action.label for action in self._actions]
+        self._pruner = Pruner(self._run, settings, self._state, self._labels, clock)
         self._outlook = Outlook()
         self._told: dict[str, object] = {}
         self._given_up: set[str] = set()
@@ -73,8 +74,8 @@ class Watcher:
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 where an action failed."""
-        return 1 if self.failures else 0
+        """0, or 1 where an action failed, or something could not be deleted."""
+        return 1 if self.failures or self._pruner.refused else 0
 
     def watch(
         self,
@@ -157,7 +158,7 @@ class Watcher:
         return {
             name
             for name, entry in entries
-            if (entry.course == "done" or name in self._given_up)
+            if (name in self._given_up or not entry.lacks(self._labels))
             and (entry.anchor is None or not is_rewritten(self._run / name, entry.anchor))
         }
 
@@ -187,11 +188,31 @@ class Watcher:
         return ""
 
     def _begun(self) -> Notice:
-        done = sum(entry.course == "done" for entry in self._state.entries.values())
-        labels = [action.label for action in self._actions]
-        data = {"run": str(self._run), "state": str(self._state.path), "actions": labels, "done_before": done}
+        entries = [entry for entry in self._state.entries.values() if entry.course == "done"]
+        due = sum(entry.lacks(self._labels) for entry in entries)
+        data = {
+            "run": str(self._run),
+            "state": str(self._state.path),
+            "actions": self._labels,
+            "done_before": len(entries) - due,
+            "due_again": due,
+        }
+        self._outlook.last = max(self._state.entries, key=lambda name: self._state.entries[name].at, default=None)
+        problems = self._doubts()
         message = f"watching {self._run}"
-        return Notice(what="watching", at=self._clock(), message=message, data=data)
+        return Notice(what="watching", at=self._clock(), message=message, data=data, problems=problems)
+
+    def _doubts(self) -> tuple[Problem, ...]:
+        """Return notes on what may not be meant: a run without steps, a role that no step has."""
+        steps = steps_of(self._run)
+        if not steps:
+            return (Problem(code="no-steps", message=f"{self._run}: no step is here yet", severity="note"),)
+        there = {role for _, step in steps for role, _ in checkpoints_of(self._run, step)}
+        unknown = [role for role in self._settings.roles if role not in there]
+        if not unknown or not there:
+            return ()
+        message = f"no step has a role {unknown[0]} yet; there is {', '.join(sorted(there))}"
+        return (Problem(code="no-role", message=message, severity="note"),)
 
     def _gone(self) -> Iterator[Notice]:
         """Tell of checkpoints that were removed before all that was to be done with them was done."""
@@ -205,9 +226,20 @@ class Watcher:
 
     def _stopped(self, why: str, look: _Look) -> Notice:
         waiting = [{"checkpoint": name, "waits_for": what} for name, what in look.missing.items()]
-        done = sum(entry.course == "done" for entry in self._state.entries.values())
-        data = {"reason": why, "done": done, "failed": len(self.failures), "unfinished": waiting}
-        return Notice(what="stopped", at=self._clock(), message=f"stopped: {why}", data=data)
+        done = sum(not entry.lacks(self._labels) for entry in self._state.entries.values())
+        data = {
+            "reason": why,
+            "done": self._firing.done,
+            "done_before": done - self._firing.done,
+            "failed": len(self.failures),
+            "unfinished": waiting,
+        }
+        problems = tuple(Problem(code=error.code, message=error.message, hint=error.hint) for error in self.failures)
+        return Notice(what="stopped", at=self._clock(), message=f"stopped: {why}", data=data, problems=problems)
+
+    def interrupted(self, by: str) -> Notice:
+        """Return the last notice of a watch that a signal ends."""
+        return self._stopped(f"by {by}", _Look(Scan(tracker=None, steps=(), candidates=())))
 
     def _notice(self, what: What, message: str, error: CkpttoolError, *, name: str = "") -> Notice:
         problems = error.problems or (Problem(code=error.code, message=error.message, path=name, hint=error.hint),)
@@ -227,6 +259,10 @@ class Watcher:
             for name, why in look.missing.items()
         ]
         return BrokenCheckpoint(f"{self._run}: step {step} is not finished", problems=problems, code="unfinished")
+
+
+def _place(settings: Settings, run: Path) -> Path:
+    return run / NAME if settings.state is None else Path(os.path.abspath(settings.state))  # noqa: PTH100
 
 
 def _needs_a_second_look(look: _Look, now: float) -> bool:

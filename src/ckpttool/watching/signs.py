@@ -59,6 +59,8 @@ class Sign:
     given: bool
     at: float | None = None
     absent: bool = False
+    said: str = ""
+    """What it says instead, in words: ``says 15``, ``is not there``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ class Tracker:
     name: str
     step: int | None
     at: float
+    said: str = ""
 
 
 def read_tracker(run: Path) -> Tracker | None:
@@ -80,7 +83,8 @@ def read_tracker(run: Path) -> Tracker | None:
         said = read_range(path, 0, 64).decode(errors="replace").strip()
     except (OSError, NotACheckpoint):
         return None
-    return Tracker(name=path.name, step=int(said) if said.isascii() and said.isdigit() else None, at=at)
+    step = int(said) if said.isascii() and said.isdigit() else None
+    return Tracker(name=path.name, step=step, at=at, said=said)
 
 
 def sign_of(checkpoint: Path, step: Path, number: int, tracker: Tracker | None, *, by_trainer: bool) -> Sign | None:
@@ -134,9 +138,10 @@ def _is_whole(path: Path) -> bool:
 
 def _said(tracker: Tracker | None, number: int, usual: str) -> Sign:
     if tracker is None:
-        return Sign(what=usual, given=False, absent=True)
+        return Sign(what=usual, given=False, absent=True, said="is not there")
     given = tracker.step is not None and tracker.step >= number
-    return Sign(what=tracker.name, given=given, at=tracker.at)
+    said = f"says {tracker.said}" if tracker.step is not None else f"holds {tracker.said!r}, not a step"
+    return Sign(what=tracker.name, given=given, at=tracker.at, said="" if given else said)
 
 
 def _gone_past(step: Path, names: Collection[str], number: int, tracker: Tracker | None) -> Sign | None:
@@ -167,7 +172,7 @@ def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, kn
         return "" if unchanged else "a second look: its trainer gives no sign that is known"
     settled = unchanged and 0 < newest < now - SETTLED
     if not sign.given:
-        return "" if sign.absent and settled else sign.what
+        return "" if sign.absent and settled else f"{sign.what}, which {sign.said}" if sign.said else sign.what
     if sign.at is None or sign.at >= newest - (0 if known else SLACK) or (settled and not known):
         return ""
     return f"{sign.what}, which is older than its data"

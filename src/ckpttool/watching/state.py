@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,12 +46,16 @@ class Entry:
     at: float = 0.0
     status: int | None = None
 
+    def lacks(self, labels: Collection[str]) -> bool:
+        """Tell whether something is still to be done with it: an action that failed, was cut short, or is new."""
+        return self.course != "done" or not set(labels) <= set(self.actions)
+
 
 class State:
     """The state of a run's watch, read and locked from :meth:`__enter__` to :meth:`__exit__`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, run: Path) -> None:
+        self.path, self._run = path, run
         self.entries: dict[str, Entry] = {}
         self._lock = -1
 
@@ -59,7 +63,7 @@ class State:
         """Lock and read it; raises :class:`CannotWrite` where another watch has it, or where it is none."""
         self._lock = _locked(self.path)
         try:
-            self.entries = _read(self.path)
+            self.entries = _read(self.path, self._run)
         except BaseException:
             self._release()
             raise
@@ -77,7 +81,7 @@ class State:
         before = self.entries.get(name)
         self.entries[name] = entry
         try:
-            write_whole(self.path, _written(self.entries), force=True)
+            write_whole(self.path, _written(self.entries, self._run), force=True)
         except BaseException:
             if before is None:
                 del self.entries[name]
@@ -103,18 +107,26 @@ def _locked(path: Path) -> int:
     os.close(handle)
     raise CannotWrite(
         f"{path}: another watch is at work with this state",
-        hint="Wait for it, or end it. A watch with other actions has a state of its own: --state FILE.",
+        hint="Wait for it, or end it. A watch with other actions may have a state of its own: --state FILE, or "
+        'state = "FILE" in the file of options.',
         code="busy",
     )
 
 
-def _read(path: Path) -> dict[str, Entry]:
+def _read(path: Path, run: Path) -> dict[str, Entry]:
     if not os.path.lexists(path):
         return {}
     try:
         content = read_object(path)
         if content.get("ckpttool_watch") != SCHEMA:
             raise BrokenCheckpoint(f"{path.name}: not the state of a watch of schema {SCHEMA}")
+        if content["run"] != str(run) and content["inode"] != run.stat().st_ino:  # neither moved nor mounted elsewhere
+            raise CannotWrite(
+                f"{path}: this is the state of another run, {content['run']}",
+                hint="Each run has a state of its own: --state FILE. Of a copy of a run, remove the copied state: then "
+                "every checkpoint is acted on as if it were new.",
+                code="other-run",
+            )
         return {name: _entry(name, value) for name, value in content["checkpoints"].items()}
     except (BrokenCheckpoint, NotACheckpoint, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CannotWrite(
@@ -139,6 +151,11 @@ def _anchor(value: Mapping[str, Any] | None) -> Anchor | None:
     return Anchor(**value)
 
 
-def _written(entries: Mapping[str, Entry]) -> bytes:
-    body = {"ckpttool_watch": SCHEMA, "checkpoints": {name: asdict(entry) for name, entry in sorted(entries.items())}}
+def _written(entries: Mapping[str, Entry], run: Path) -> bytes:
+    body = {
+        "ckpttool_watch": SCHEMA,
+        "run": str(run),
+        "inode": run.stat().st_ino,
+        "checkpoints": {name: asdict(entry) for name, entry in sorted(entries.items())},
+    }
     return json.dumps(body, indent=1).encode() + b"\n"

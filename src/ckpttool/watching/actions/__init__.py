@@ -19,7 +19,7 @@ class Action(Protocol):
         """What the action is called in messages and in the state: ``exec upload.sh {path}``, ``verify``."""
 
     def run(self, event: CheckpointEvent) -> str:
-        """Do it, and return in a few words what was done.
+        """Do it, and return in a few words what was done; further lines are notes on it.
 
         Raises :class:`ActionFailed`, or the error of the command that it is.
         """

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from ckpttool.callbacks import CheckpointEvent
 from ckpttool.environment import of_the_user
@@ -28,6 +29,9 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 _OPERATORS = ("|", "||", "&", "&&", ";", ">", ">>", "<", "<<", "2>", "2>&1")
 """What is meant for a shell where it stands alone."""
+
+_WORD = re.compile(r"(?<!\$)\{([a-z_]+)\}")
+"""What looks like a placeholder; ``${name}`` is the shell's."""
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(NAMES)})\}}")
 
@@ -48,6 +52,9 @@ class Exec:
             raise UsageError("--exec: a NUL byte in a command")
         if not self.command.strip():
             raise UsageError(f"{self._shown}: an empty command")
+        for word in (word for word in _WORD.findall(self.command) if word not in NAMES):
+            if close := get_close_matches(word, NAMES, 1):
+                raise UsageError(f"{self._shown}: there is no {{{word}}}", hint=f"There is {{{close[0]}}}.")
         if self.shell:
             _check_line(self._shown, self._line(step=0))
         else:

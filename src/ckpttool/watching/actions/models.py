@@ -55,8 +55,9 @@ class ToHf:
 
     @property
     def label(self) -> str:
-        """What the action is called."""
-        return f"to-hf {self.template}"
+        """What the action is called: with another dtype, it is another action."""
+        options = {"--dtype": self.dtype, "--lora": self.lora, "--hf-config": self.hf_config}
+        return " ".join(["to-hf", self.template, *(f"{name} {value}" for name, value in options.items() if value)])
 
     def check_place(self, run: Path) -> None:
         """Raise :class:`UsageError` for a place in a run where a model would be taken for a checkpoint of it."""
@@ -86,7 +87,8 @@ class ToHf:
         self._check_output(event, output, force=force)
         done = self._convert(found, Path(event.path), output, force=force)
         written = size(sum(file.bytes for file in done.files))
-        return f"to-hf: {output} ({counted(done.parameters, 'parameter')}, {written})"
+        outcome = f"to-hf: {output} ({counted(done.parameters, 'parameter')}, {written})"
+        return "\n".join([outcome, *(note.message for note in done.notes)])
 
     def _used(self) -> list[str]:
         return [found[1] for found in _FIELD.finditer(self.template)]
