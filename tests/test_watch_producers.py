@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from tests.builders import truncate
 from tests.producers import KINDS, PRODUCERS, Sources
 from tests.trainer import Act, cut, later, perform, together
 from tests.watched import World
@@ -53,7 +55,7 @@ def test_each_step_is_acted_on_once_when_it_is_finished(world: World, save: Save
 @of_all(*SIGNED)
 def test_a_quiet_period_is_no_signal(world: World, save: Saves) -> None:
     """A slow disk, a debugger, a rank that waits: the watch looks several times between any two changes."""
-    world.looks = 5
+    world.looks = 3
     world.watch([*save(10), *save(20, 1)]).check()
 
 
@@ -67,11 +69,12 @@ def test_what_was_there_before_comes_first_and_a_restart_repeats_nothing(world: 
 
 
 @of_all(*SIGNED)
-@pytest.mark.parametrize("part", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("part", [0.3, 0.95])
 def test_a_crash_half_way_is_not_acted_on_before_the_step_is_saved_again(
     world: World, save: Saves, part: float
 ) -> None:
     """The second life writes over what the first one left, other contents under the same names."""
+    world.changes = 2
     first = save(20)
     crashed = cut(first, int(changes_before_the_signal(world, first) * part))
     world.watch([*save(10), crashed, later(), *save(20, 1)]).check()
@@ -81,6 +84,7 @@ def test_a_crash_half_way_is_not_acted_on_before_the_step_is_saved_again(
 @pytest.mark.parametrize("part", [0.5, 0.8])
 def test_a_crashed_save_stays_what_it_is_when_training_goes_past_it(world: World, save: Saves, part: float) -> None:
     """Begun again from an earlier step, with another number of steps between two saves: the tracker says more."""
+    world.changes = 6
     crashed = cut(save(20), int(changes_before_the_signal(world, save(20)) * part))
     world.watch([*save(10), crashed, later(), *save(30, 1), later(), *save(40)]).check()
     world.watch([later() for _ in range(20)]).check()
@@ -90,6 +94,7 @@ def test_a_crashed_save_stays_what_it_is_when_training_goes_past_it(world: World
 @pytest.mark.parametrize("part", [0.5, 0.8])
 def test_half_of_two_saves_is_nothing_when_training_goes_past_it(world: World, save: Saves, part: float) -> None:
     """The trainer died when it saved a step anew; its tracker said a later step all the time, and says more later."""
+    world.changes = 6
     crashed = cut(save(20, 1), int(changes_before_the_signal(world, save(20, 1)) * part))
     world.watch([*save(10), *save(20), *save(30), later(), crashed, later(), *save(40)]).check()
     world.watch([later() for _ in range(20)]).check()
@@ -107,6 +112,27 @@ def test_a_step_that_is_saved_again_while_nobody_watches_is_acted_on_again(world
     world.watch([*save(10), *save(20)]).check()
     world.train([later(), *save(20, 1), later()]).watch(once=True).check()
     world.watch(once=True).check()
+
+
+@of_all()
+def test_a_signal_alone_is_not_enough(world: World, save: Saves) -> None:
+    """Of a file of another node only a half can be seen yet, as on a file system that lags behind."""
+    world.train([*save(10), *save(20, 1), later()])
+    late = max((path for path in world.run.glob("*20/**/*") if "optim" not in str(path)), key=size_of)
+    content, written = late.read_bytes(), late.stat().st_mtime
+    truncate(late)
+    os.utime(late, (written, written))
+    world.watch(once=True)
+    (incomplete,) = world.told("incomplete")
+    assert late.is_relative_to(world.run / str(incomplete.data["name"]))
+    assert incomplete.data["name"] not in world.fired
+    late.write_bytes(content)
+    os.utime(late, (written, written))
+    world.watch(once=True).check()
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 @of_all(*OUT_OF_ORDER)
