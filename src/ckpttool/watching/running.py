@@ -17,7 +17,7 @@ from ckpttool.watching.firing import Firing
 from ckpttool.watching.pins import clear_pins
 from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
-from ckpttool.watching.scanning import Candidate, Scan, checkpoints_of, is_rewritten, scan, steps_of
+from ckpttool.watching.scanning import Candidate, Scan, checkpoints_of, is_changed, is_rewritten, scan, steps_of
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.signs import SETTLED, awaited
 from ckpttool.watching.state import NAME, State
@@ -170,6 +170,8 @@ class Watcher:
     def _fire(self, candidate: Candidate, *, final: bool) -> Generator[Notice, None, str]:
         """Act on a checkpoint whose sign is given; return what it waits for where it is not whole after all."""
         failed = len(self.failures)
+        if is_changed(candidate):  # an action on an earlier step may have taken hours since the look
+            return "a second look: something was written since the first"
         try:
             yield from self._firing.fire(candidate)
         except (BrokenCheckpoint, Refused, NotACheckpoint) as error:

@@ -172,3 +172,11 @@ def is_rewritten(path: Path, anchor: Anchor) -> bool:
     except OSError:
         return False
     return now is not None and now.written != anchor.written
+
+
+def is_changed(candidate: Candidate) -> bool:
+    """Tell whether something of a checkpoint was written or removed since it was looked at; not where it is gone."""
+    try:
+        return measure(candidate.path) != (candidate.extent, candidate.anchor)
+    except OSError:
+        return candidate.path.exists()
