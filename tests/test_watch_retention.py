@@ -59,6 +59,15 @@ def test_the_newest_are_kept() -> None:
     assert found.spared == ()
 
 
+def test_what_was_written_last_is_kept_by_training_that_went_back() -> None:
+    """It left steps with higher numbers: these are no reason to delete what it saves now."""
+    left = [Step(number, RUN / f"checkpoint-{number}", True, False, float(number)) for number in (100, 200, 300, 400)]
+    back = [Step(number, RUN / f"checkpoint-{number}", True, False, 1000.0 + number) for number in (110, 120, 130)]
+    found = plan(RUN, [*left, *back], 2, None, {})
+    assert numbers(found.delete) == [100, 110, 200]
+    assert reasons(found) == dict.fromkeys((120, 130, 300, 400), "one of the newest 2")
+
+
 def test_every_so_many_are_kept() -> None:
     found = plan(RUN, [step(number) for number in range(10, 101, 10)], 1, 30, {})
     assert numbers(found.delete) == [10, 20, 40, 50, 70, 80]
@@ -345,6 +354,15 @@ def test_the_best_model_of_the_newest_record_is_kept(trainer: Path) -> None:
 def test_the_record_of_the_run_counts_too(trainer: Path) -> None:
     (trainer / "trainer_state.json").write_text('{"best_model_checkpoint": "C:\\\\out\\\\checkpoint-100\\\\"}')
     assert protected(trainer).keys() == {100, 200}
+
+
+def test_the_record_of_training_that_went_back_counts_too(trainer: Path) -> None:
+    """It says what it found best since; that of the last step says what was best before."""
+    back = trainer / "checkpoint-110"
+    back.mkdir()
+    (back / "trainer_state.json").write_text('{"best_model_checkpoint": "out/checkpoint-110"}')
+    os.utime(back / "trainer_state.json", (4e9, 4e9))
+    assert protected(trainer).keys() == {110, 200}
 
 
 def test_a_step_without_a_record_is_not_finished_and_the_one_before_counts(trainer: Path) -> None:

@@ -92,9 +92,17 @@ def _step_said(said: str | None, *, deepspeed: bool) -> int | None:
 
 
 def _best(run: Path, names: list[str]) -> Named:
-    """Return what transformers' Trainer has as its best model, by its newest record in a step and that of the run."""
+    """Return what transformers' Trainer has as its best model, by its newest records in steps and that of the run.
+
+    Newest are that of the last step and the one that was written last: training may have gone back.
+    """
     steps = sorted((number, name) for name in names if name.startswith("checkpoint-") and (number := step_of(name)))
-    newest = [path for _, name in reversed(steps) if os.path.lexists(path := run / name / TRAINER_STATE)][:1]
+    records = [
+        (info.st_mtime_ns, at, path)
+        for at, path in enumerate(run / n / TRAINER_STATE for _, n in steps)
+        if (info := _info(path))
+    ]
+    newest = dict.fromkeys(path for _, _, path in (*records[-1:], *sorted(records)[-1:]))
     found: Named = {}
     for path in (*newest, run / TRAINER_STATE):
         if not os.path.lexists(path):

@@ -91,6 +91,7 @@ class Pruner:
                     path,
                     finished=bool(mine) and all(map(self._is_finished, mine)),
                     busy=any(map(self._is_busy, mine)),
+                    written=max((candidate.extent.newest for candidate in mine), default=0.0),
                 )
 
     def _is_finished(self, candidate: Candidate) -> bool:

@@ -29,13 +29,14 @@ class Step:
     """A step directory of a run, ``path`` being its name in ``run``.
 
     It is ``finished`` if all of its roles are, whichever are acted on, and ``busy`` if an action on one of them is due,
-    runs or failed.
+    runs or failed. ``written`` is when its data were written last (seconds since 1970).
     """
 
     number: int
     path: Path
     finished: bool
     busy: bool
+    written: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,17 @@ def plan(
 ) -> Pruning:
     """Decide what is deleted; looks at nothing.
 
-    Kept are the newest ``keep_last`` of the finished steps (the newest one if that is ``None``), finished ones that
-    ``keep_every`` divides, and whatever is protected, busy, unfinished or no step directory of ``run``. Without either
-    number, that is all. Raises :class:`UsageError` for numbers below 1.
+    Kept are the newest ``keep_last`` of the finished steps (the newest one if that is ``None``) by their numbers, and
+    as many by when they were written: training that went back saves below the steps that it left. Kept, too, are
+    finished ones that ``keep_every`` divides, and whatever is protected, busy, unfinished or no step directory of
+    ``run``. Without either number, that is all. Raises :class:`UsageError` for numbers below 1.
     """
     if any(number is not None and number < 1 for number in (keep_last, keep_every)):
         raise UsageError("what is kept is told by numbers from 1", hint="--keep-last 3, --keep-every 100")
     ordered = sorted(steps, key=lambda step: (step.number, step.path.name))
-    newest = {step.number for step in [step for step in ordered if step.finished][-(keep_last or 1) :]}
+    finished = [step for step in ordered if step.finished]
+    orders = (finished, sorted(finished, key=lambda step: step.written))
+    newest = {step.number for order in orders for step in order[-(keep_last or 1) :]}
     delete, kept, spared = [], [], []
     for step in ordered:
         wanted = _wanted(step, newest, keep_last, keep_every)
