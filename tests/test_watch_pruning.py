@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,21 @@ def test_a_step_that_is_not_whole_is_neither_counted_nor_deleted(run: Path, go: 
     notices = go(keep_last=2, yes=True)
     assert steps(run) == [20, 30, 40, 50]
     assert said(notices, "kept") == ["global_step_20 is old, but kept: not finished"]
+
+
+def test_a_step_of_which_a_role_has_not_begun_is_not_counted(run: Path, go: Go) -> None:
+    """Asynchronous saves of verl write the tracker when the first role is finished."""
+    shutil.rmtree(run / "global_step_50" / "critic")
+    go(keep_last=1, yes=True)
+    assert steps(run) == [40, 50]
+
+
+def test_a_role_that_is_saved_no_more_is_not_waited_for(run: Path, go: Go) -> None:
+    for step in (30, 40, 50):
+        shutil.rmtree(run / f"global_step_{step}" / "critic")
+    notices = go(keep_last=1, yes=True)
+    assert steps(run) == [30, 50]
+    assert said(notices, "kept") == ["global_step_30 is old, but kept: not finished"]
 
 
 def test_what_is_not_acted_on_counts_as_finished_by_its_sign(run: Path, go: Go) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from ckpttool import layout
 from ckpttool.errors import CkpttoolError, Problem
 from ckpttool.watching.clock import Clock
 from ckpttool.watching.firing import confirmed
@@ -81,15 +82,22 @@ class Pruner:
             yield Notice(what=what, at=self._clock(), message=message, data=body, problems=problems)
 
     def _steps(self, since: int) -> Iterator[Step]:
-        """Yield the steps, each with whether all of its roles are finished, and whether one is to be acted on."""
-        seen = scan(self._run, since=since)
+        """Yield the steps, each with whether all of its roles are finished, and whether one is to be acted on.
+
+        One that lacks a role which the step before it has is not finished: that role may not have begun.
+        """
+        seen, before = scan(self._run, since=since), set[str]()
+        found = {path: list[Candidate]() for _, path in seen.steps}
+        for candidate in seen.candidates:
+            found[candidate.step].append(candidate)
         for number, path in seen.steps:
             if number >= since:
-                mine = [candidate for candidate in seen.candidates if candidate.step == path]
+                mine = found[path]
+                before, lacking = _roles(mine), before - _roles(mine)
                 yield Step(
                     number,
                     path,
-                    finished=bool(mine) and all(map(self._is_finished, mine)),
+                    finished=bool(mine) and not lacking and all(map(self._is_finished, mine)),
                     busy=any(map(self._is_busy, mine)),
                     written=max((candidate.extent.newest for candidate in mine), default=0.0),
                 )
@@ -120,3 +128,8 @@ class Pruner:
 
     def _is_acted_on(self, candidate: Candidate) -> bool:
         return not self._settings.roles or candidate.role in self._settings.roles
+
+
+def _roles(candidates: list[Candidate]) -> set[str]:
+    """Return the roles of a step that a trainer saves; others may be anybody's."""
+    return {candidate.role for candidate in candidates} & set(layout.ROLES)
