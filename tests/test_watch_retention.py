@@ -370,6 +370,20 @@ def test_a_step_without_a_record_is_not_finished_and_the_one_before_counts(train
     assert protected(trainer) == {200: "the best model, says checkpoint-300/trainer_state.json"}
 
 
+def test_what_is_named_is_looked_up_once_for_all_steps(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run has thousands of steps: each would look at all of them."""
+    looks: list[str] = []
+    is_symlink = Path.is_symlink
+
+    def look(path: Path) -> bool:
+        looks.append(path.name)
+        return is_symlink(path)
+
+    monkeypatch.setattr(Path, "is_symlink", look)
+    protected(trainer)
+    assert {looks.count(f"checkpoint-{number}") for number in (100, 200, 300, 400)} == {1}
+
+
 def test_no_best_model(trainer: Path) -> None:
     (trainer / "checkpoint-400/trainer_state.json").write_text('{"best_model_checkpoint": null}')
     assert protected(trainer) == {}

@@ -25,6 +25,9 @@ LATEST = "latest"
 MOUNTS = Path("/proc/self/mountinfo")
 _TRACKER_MOST = 64
 
+Named = dict[int | None, str]
+"""Steps that are named, and by what; ``None`` stands for all, and says what cannot be understood."""
+
 
 class Protection:
     """The reasons of a run, as it is at the moment."""
@@ -34,6 +37,7 @@ class Protection:
         self._names = _listed(run)
         self._mounted = _mounted(run)
         self._best = _best(run, self._names)
+        self._named = self._now_named()
 
     def reason(self, name: str, *, again: bool = False) -> str:
         """Say why a step directory is to be kept, or nothing; ``again`` looks at all but the best model once more.
@@ -42,22 +46,21 @@ class Protection:
         """
         if again:
             self._names, self._mounted = _listed(self._run), _mounted(self._run)
+            self._named = self._now_named()
         step = self._run / name
         if not _is_folder(step):
             return "a symbolic link" if step.is_symlink() else "no directory"
         if name in self._mounted:
             return "a file system is mounted there"
-        named = _tracked(self._run, self._names) | self._best | _linked(self._run, self._names)
-        unclear = named.get(None, "")
-        if reason := named.get(step_of(name), "") or unclear:
+        unclear = self._named.get(None, "")
+        if reason := self._named.get(step_of(name), "") or unclear:
             return reason
         if is_pinned(self._run, name):
             return "pinned"
         return f"{KEEP} lies in it" if os.path.lexists(step / KEEP) else ""
 
-
-Named = dict[int | None, str]
-"""Steps that are named, and by what; ``None`` stands for all, and says what cannot be understood."""
+    def _now_named(self) -> Named:
+        return _tracked(self._run, self._names) | self._best | _linked(self._run, self._names)
 
 
 def _tracked(run: Path, names: list[str]) -> Named:
