@@ -33,9 +33,11 @@ class SaveFailed(Exception):
 
 
 class Actions(CheckpointCallback):
-    """A callback that notes what it is told, from threads of a pool as uploads do."""
+    """A callback that notes what it is told, from threads of a pool as uploads do; it hangs while ``hold`` is there."""
 
     def on_save(self, event: CheckpointEvent, **_more: Any) -> None:
+        while Path(self.config["hold"]).exists():
+            threading.Event().wait(0.02)
         with ThreadPoolExecutor(2) as pool:
             pool.submit(note, Path(self.config["log"]), f"{event.name} {os.getpid()}").result()
 
@@ -140,28 +142,28 @@ def _write_manifest(role: Path, step: int) -> None:
 
 
 def main(told: Mapping[str, Any]) -> None:
-    """Train as a process of its own: save steps, then end in the way that is ``told``."""
-    trainer = Trainer(told["config"], roles=told.get("roles", ROLES))
+    """Train as a process of its own: save ``steps``, and ``end`` in the way that is told, once ``gate`` is there.
+
+    ``hold`` is removed when the main thread has ended.
+    """
+    trainer = Trainer(told["config"], roles=told["roles"])
     globals()["kept"] = trainer  # as verl's task runner does
     for step in told["steps"]:
-        trainer.save(step, async_save=told.get("async_save", False))
-    for path in told.get("after", ()):  # when these are there, or those that must not be are not
-        while not Path(path).exists():
-            threading.Event().wait(0.02)
-    if told.get("finalised", False):
+        trainer.save(step, async_save=told["async_save"])
+    while not Path(told["gate"]).exists():
+        threading.Event().wait(0.02)
+    if told["finalised"]:
         trainer.finalise()
-    for path in told.get("releasing", ()):
-        threading.Thread(target=_release, args=(Path(path),), daemon=True).start()
+    threading.Thread(target=_release, args=(Path(told["hold"]),), daemon=True).start()
     if told["end"] == "exit":
         sys.exit(5)
     if told["end"] == "raise":
         raise SaveFailed("training has crashed")
 
 
-def _release(path: Path) -> None:
-    """Make a file as soon as the main thread has ended."""
+def _release(hold: Path) -> None:
     threading.main_thread().join()
-    path.touch()
+    hold.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,12 @@ class Acting:
 
     def catch_up(self) -> str:
         """Return the command that does what is left undone."""
-        return shlex.join(["ckpttool", "watch", str(self.run), "--once", "--config", str(self.file)])
+        return catch_up(self.run, self.file)
+
+
+def catch_up(run: Path, file: Path) -> str:
+    """Return the command that acts on what is left of a run."""
+    return shlex.join(["ckpttool", "watch", str(run), "--once", "--config", str(file)])
 
 
 def _named(notice: Notice) -> Problem:

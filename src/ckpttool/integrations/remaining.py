@@ -7,11 +7,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import CkpttoolError
-from ckpttool.integrations.acting import Acting
+from ckpttool.integrations.acting import Acting, catch_up
 
 _CODE = """
 import json, sys
@@ -22,48 +23,55 @@ sys.exit(main(given))
 """
 
 
-def do_elsewhere(acting: Acting, steps: Sequence[int]) -> int:
-    """Act on steps in a child process that finds the same modules, and return its exit code, as of ``watch``.
+def do_elsewhere(acting: Acting, steps: Sequence[int]) -> None:
+    """Act on steps in a child process that finds the same modules; ``acting`` is closed, as the child takes its lock.
 
-    ``acting`` is closed: the child takes its lock. It tells on the standard error output what it does.
+    What it does, and what is left undone, is told on the standard error output.
     """
     acting.close()
-    names = ", ".join(map(str, steps))
-    _say(f"training has ended; step {names} of {acting.run} is still to be acted on (Ctrl-C leaves it undone)")
+    _say(f"training has ended; {_named(steps)} of {acting.run} is still to be acted on. Ctrl-C leaves it undone.")
     given = {"modules": sys.path, "run": str(acting.run), "file": str(acting.file), "steps": list(steps)}
-    code = _run(given)
-    if code:
-        _say(f"step {names}: not all was done, code {code}. What is left: {acting.catch_up()}")
-    return code
+    if reason := _run(given):
+        _say(f"{reason}. To do what is left: {acting.catch_up()}")
 
 
-def _run(given: Mapping[str, Any]) -> int:
-    """Start a child that reads no environment and no directory for modules, but takes those of this process."""
-    if not sys.executable:  # Python inside of another program
-        return 70
+def _run(given: Mapping[str, Any]) -> str:
+    """Run a child that takes the modules of this process alone, and return why it could not tell what came of it."""
+    if not sys.executable:
+        return "Python runs inside of another program, and cannot be started"
+    command = [sys.executable, "-I", "-c", _CODE, json.dumps(given)]
     try:
-        command = [sys.executable, "-I", "-c", _CODE, json.dumps(given)]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode  # noqa: S603 - no shell
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode  # noqa: S603 - no shell
     except OSError as error:
-        _say(f"{sys.executable}: {error.strerror}")
-        return 70
+        return f"{sys.executable}: {error.strerror}"
+    return f"The process that acts was killed by signal {-code}" if code < 0 else ""
 
 
 def main(given: Mapping[str, Any]) -> int:
-    """Act on steps, and return the exit code: that of the first error, 1 where an action failed."""
+    """Act on steps, and return the exit code: that of what was not finished, 1 where an action failed."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="ckpttool: %(message)s")
+    run, file = Path(given["run"]), Path(given["file"])
+    code = 130
+    with suppress(KeyboardInterrupt):
+        code = _act(run, file, given["steps"])
+    if code:
+        _say(f"{_named(given['steps'])}: not all was done. To do what is left: {catch_up(run, file)}")
+    return code
+
+
+def _act(run: Path, file: Path, steps: Sequence[int]) -> int:
     try:
-        acting = Acting(Path(given["run"]), Path(given["file"]))
-        try:
-            unfinished = acting.finish(given["steps"])
-        finally:
-            acting.close()
+        with closing(Acting(run, file)) as acting:
+            unfinished = acting.finish(steps)
     except CkpttoolError as error:
-        _say(str(error))
-        return error.exit_code
-    for late in unfinished:
-        _say(str(late))
-    return 1 if acting.failures else unfinished[0].exit_code if unfinished else 0
+        unfinished = [error]
+    for problem in unfinished:
+        _say(str(problem))
+    return unfinished[0].exit_code if unfinished else 1 if acting.failures else 0
+
+
+def _named(steps: Sequence[int]) -> str:
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
 
 
 def _say(text: str) -> None:
