@@ -108,10 +108,10 @@ def test_a_run_copied_with_its_state_is_not_taken_for_done(go: Go, run: Path, ck
     go(exec=("true",))
     copy = run.rename(run.with_name("moved"))
     assert ckpttool("watch", copy, "--once", "--exec", "true").out.startswith(f"watching {copy}: exec true; 3 ")
-    shutil.copytree(copy, run)
-    call = ckpttool("watch", run, "--once", "--exec", "true")
+    shutil.copytree(copy, run.with_name("copied"))
+    call = ckpttool("watch", run.with_name("copied"), "--once", "--exec", "true")
     assert call.code == 6
-    assert f"the state of another run, {copy}" in call.err
+    assert f"the state of another run, {run}" in call.err
 
 
 @pytest.mark.parametrize(
