@@ -131,6 +131,13 @@ def test_a_checkpoint_deeper_in_its_step(tmp_path: Path) -> None:
         assert content(pin.parents[2]) == {"policy/info.json": b"{}", "policy/weights/iter_0000000/.metadata": b"index"}
 
 
+def test_a_run_with_its_steps_farther_below(run: Path, role: Path) -> None:
+    with pinned(run.parent, role) as pin:
+        assert sorted(os.listdir(pin.parent)) == ["actor", "data.pt"]
+        assert is_pinned(run.parent, "global_step_20")
+    assert nothing_left(run.parent)
+
+
 def test_a_release_has_no_number(tmp_path: Path) -> None:
     (tmp_path / "release/mp_rank_00").mkdir(parents=True)
     (tmp_path / "release/mp_rank_00/model.pt").write_bytes(b"x")
@@ -145,22 +152,22 @@ def test_a_run_is_no_step_of_itself(run: Path) -> None:
 
 def test_rights_are_those_of_the_original(run: Path, role: Path) -> None:
     """Neither is a closed directory opened to others, nor an open one closed."""
-    run.chmod(0o755)
+    run.chmod(0o710)
     role.parent.chmod(0o750)
     role.chmod(0o500)
     with pinned(run, role) as pin:
         modes = [path.stat().st_mode & 0o777 for path in (pin, pin.parent, pin.parent.parent)]
-    assert modes == [0o700, 0o750, 0o755]
+    assert modes == [0o700, 0o750, 0o710]
     assert nothing_left(run)
 
 
-def test_thousands_of_files(tmp_path: Path) -> None:
+def test_many_files(tmp_path: Path) -> None:
     step = tmp_path / "step_1"
     step.mkdir()
-    for number in range(4_000):
+    for number in range(1_500):
         (step / f"{number}.pt").touch()
     with pinned(tmp_path, step) as pin:
-        assert len(os.listdir(pin)) == 4_000
+        assert len(os.listdir(pin)) == 1_500
     assert nothing_left(tmp_path)
 
 
@@ -369,12 +376,12 @@ def test_a_run_that_one_may_not_write_to(shared_run: Path) -> None:
 
 @pytest.mark.parametrize("what", ["link", "file"])
 def test_what_has_the_name_of_the_pins_stays(run: Path, role: Path, tmp_path: Path, what: str) -> None:
-    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/global_step_20-1234abcd").mkdir(parents=True)
     (run / PINS).symlink_to(tmp_path / "precious") if what == "link" else (run / PINS).write_text("precious")
     with pytest.raises(CannotWrite, match="nothing can be pinned"), pinned(run, role):
         pytest.fail("it was pinned")
     assert (clear_pins(run), is_pinned(run, "global_step_20")) == ([], False)
-    assert (os.path.lexists(run / PINS), os.listdir(tmp_path / "precious")) == (True, [])
+    assert (os.path.lexists(run / PINS), os.listdir(tmp_path / "precious")) == (True, ["global_step_20-1234abcd"])
 
 
 # Deleted or saved anew meanwhile
@@ -536,12 +543,12 @@ def test_the_pin_of_another_process(run: Path, role: Path) -> None:
         child.kill()
         child.communicate()
     assert not is_pinned(run, "global_step_20")
-    assert len(os.listdir(run / PINS)) == 1
+    assert len([name for name in os.listdir(run / PINS) if not name.endswith(".lock")]) == 1
     (run / PINS / "notes").mkdir()
     assert len(clear_pins(run)) == 1
     assert os.listdir(run / PINS) == ["notes"]
-    (run / PINS / "notes").rmdir()
-    assert (clear_pins(run), nothing_left(run), content(run)) == ([], True, before)
+    shutil.rmtree(run / PINS)
+    assert content(run) == before
 
 
 def test_without_locks_a_pin_counts_as_long_as_it_is_there(
@@ -554,6 +561,49 @@ def test_without_locks_a_pin_counts_as_long_as_it_is_there(
     with pinned(run, role):
         assert (is_pinned(run, "global_step_20"), clear_pins(run)) == (True, [])
         assert is_pinned(run, "global_step_20")
+    assert nothing_left(run)
+
+
+def test_a_pin_without_its_lock_is_a_dead_ones(run: Path) -> None:
+    (run / PINS / "global_step_20-1234abcd/global_step_20").mkdir(parents=True)
+    (run / PINS / "global_step_30-1234abcd.lock").touch()
+    assert not any(is_pinned(run, name) for name in ("global_step_20", "global_step_30"))
+    assert len(os.listdir(run / PINS)) == 2
+    assert clear_pins(run) == ["global_step_20-1234abcd", "global_step_30-1234abcd"]
+    assert nothing_left(run)
+
+
+def test_a_lock_that_is_a_pipe_holds_nobody_up(run: Path, role: Path) -> None:
+    (run / PINS / "global_step_20-1234abcd").mkdir(parents=True)
+    os.mkfifo(run / PINS / "global_step_20-1234abcd.lock")
+    assert (is_pinned(run, "global_step_20"), clear_pins(run)) == (True, [])
+    with pinned(run, role):
+        pass
+
+
+def test_looks_of_others_do_not_hinder_a_pin(run: Path, role: Path) -> None:
+    """To look whether a pin is held is to hold its lock for a moment."""
+    until = time.monotonic() + 0.3
+
+    def look() -> None:
+        while time.monotonic() < until:
+            is_pinned(run, "global_step_20")
+
+    def clear() -> None:
+        while time.monotonic() < until:
+            clear_pins(run)
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=target) for target in (look, clear)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < until:
+        with pinned(run, role.parent / "critic") as path:
+            assert content(path) == {"model.pt": b"critic"}
+            assert is_pinned(run, "global_step_20")
+    for thread in threads:
+        thread.join()
+    clear_pins(run)
     assert nothing_left(run)
 
 

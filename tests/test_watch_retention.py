@@ -309,6 +309,7 @@ def test_a_pin_keeps_a_step(run: Path) -> None:
 @pytest.mark.parametrize("place", ["", "actor", "actor/my disk"])
 def test_a_mount_point_keeps_a_step(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Also one of the same file system, which no number of a device tells."""
+    run = run.rename(tmp_path / "my run")
     where = str(run / "global_step_20" / place).rstrip("/").replace(" ", "\\040")
     (tmp_path / "mounts").write_text(f"22 1 8:1 / / rw - ext4 /dev/a rw\n23 22 8:1 /x {where} rw - ext4 /dev/a rw\n")
     monkeypatch.setattr(protection, "MOUNTS", tmp_path / "mounts")
@@ -419,17 +420,19 @@ def test_a_tracker_that_is_being_written_stops_it(run: Path) -> None:
     assert (left(run), {one.removed for one in done.values()}) == ([10, 20, 30, 40, 50], {False})
 
 
-def test_the_tracker_is_read_before_each_rename(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_looked_at_before_each_rename(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, done = os.rename, []
 
     def noted(source: Path, target: Path) -> None:
         rename(source, target)
         done.append(source)
         (run / TRACKER).write_text("30")
+        if len(done) == 1:
+            (run / "best").symlink_to("global_step_20")
 
     monkeypatch.setattr(os, "rename", noted)
     act(run, lambda: None)
-    assert left(run) == [30, 50]
+    assert left(run) == [20, 30, 50]
 
 
 def test_a_pin_that_is_made_meanwhile_keeps_a_step(run: Path) -> None:
@@ -494,8 +497,7 @@ def test_links_in_a_step_are_not_followed(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_may_not_be_written_goes_all_the_same(run: Path) -> None:
-    for folder in (run / "global_step_10/actor", run / "global_step_10"):
-        folder.chmod(0o500)
+    (run / "global_step_10/actor").chmod(0o500)
     assert (prune(run)[0].problems, left(run), os.path.lexists(run / REMOVING)) == ((), [50], False)
 
 
@@ -593,6 +595,7 @@ def test_a_step_of_another_user(open_folder: Path) -> None:
     for path in (run / "global_step_10", *(run / "global_step_10").rglob("*")):
         os.chown(path, 0, 0)
         path.chmod(0o755)
+    (run / "global_step_20/actor").chmod(0o500)
     command = [sys.executable, "-c", _AS_NOBODY, str(run)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", timeout=60).stdout
     assert said == "10 False ['global_step_10: not deleted: Permission denied (EACCES)']\n20 True []\n"

@@ -37,7 +37,7 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
         if not os.path.isdir(target.parent):  # noqa: PTH112 - a closed one is not there
             target.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(target)
-        folder, lock = make_locked(target)
+        folder, lock = _made(target)
         folder.chmod((folder.stat().st_mode & stat.S_ISGID) | (0o777 & ~_umask()))
         yield folder
         for path, _, _ in os.walk(folder):
@@ -52,13 +52,10 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
             os.close(lock)
 
 
-def make_locked(target: Path, mark: str = PARTIAL) -> tuple[Path, int]:
-    """Make a folder ``NAME<mark><random>`` beside a target, and return it and the handle that locks it.
-
-    Until it is locked, another run takes it for a dead one's; if that clears it away, the next one is made.
-    """
+def _made(target: Path) -> tuple[Path, int]:
+    """Make a folder beside a target, and lock it. Until it is locked, another run takes it for a dead one's."""
     for _ in range(ATTEMPTS):
-        folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{mark}", dir=target.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{PARTIAL}", dir=target.parent))
         try:
             lock = os.open(folder, os.O_RDONLY)
             if take(lock) and is_at(lock, folder):

@@ -80,10 +80,10 @@ def _tracked(run: Path, names: list[str]) -> Named:
 
 def _said(path: Path) -> str | None:
     try:
-        raw = read_range(path, 0, _TRACKER_MOST + 1)
+        raw = read_range(path, 0, _TRACKER_MOST)
     except CkpttoolError:
         return None
-    return raw.decode(errors="replace").strip()[:_TRACKER_MOST]
+    return raw.decode(errors="replace").strip()
 
 
 def _step_said(said: str | None, *, deepspeed: bool) -> int | None:
