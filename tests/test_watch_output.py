@@ -150,6 +150,14 @@ def test_words_that_make_no_sense(ckpttool: Callable[..., Call], tmp_path: Path,
     assert said in call.err
 
 
+def test_programs_get_a_line_when_it_fails_too(ckpttool: Callable[..., Call], tmp_path: Path) -> None:
+    (tmp_path / ".ckpttool-watch.json").write_text("no state")
+    call = ckpttool("watch", tmp_path, "--once", "--json")
+    assert call.code == 6
+    (line,) = call.out.splitlines()
+    assert json.loads(line)["problems"][0]["code"] == "bad-state"
+
+
 def test_what_cannot_be_a_run(ckpttool: Callable[..., Call], tmp_path: Path, data: Path) -> None:
     call = ckpttool("watch", tmp_path / "none", "--once")
     assert call.code == 3

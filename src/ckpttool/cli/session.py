@@ -19,14 +19,15 @@ class Session:
 
     command: str = ""
     json: bool = False
+    by_line: bool = False
     debug: bool = False
     color: str = "auto"
     when_stopped: str = ""
     run: Callable[[list[str]], int] | None = None
 
-    def begin(self, command: str, *, json: bool, color: str) -> None:
-        """Say which command runs and how it shall speak."""
-        self.command, self.json, self.color = command, json, color
+    def begin(self, command: str, *, json: bool, color: str, by_line: bool = False) -> None:
+        """Say which command runs and how it shall speak; ``by_line`` is JSON of which every object is a line."""
+        self.command, self.json, self.color, self.by_line = command, json, color, by_line
 
     @property
     def out(self) -> Console:
@@ -56,8 +57,8 @@ class Session:
             from ckpttool.errors import Problem
 
             first = Problem(code=error.code, message=error.message, hint=error.hint)
-            sys.stdout.write(
-                terminal.envelope(self.command, ok=False, data=error.data, problems=(first, *error.problems)) + "\n"
-            )
+            problems, lines = (first, *error.problems), not self.by_line
+            body = terminal.envelope(self.command, ok=False, data=error.data, problems=problems, lines=lines)
+            sys.stdout.write(f"{body}\n")
         terminal.show_error(error, self.err)
         return error.exit_code

@@ -105,7 +105,7 @@ def watch(
     codes: 0 done, 1 an action failed, 2 usage, 3 no run, 6 the state cannot be written or another watch is at work.
     """
     session = ctx.obj
-    session.begin("watch", json=json, color=check_color(color))
+    session.begin("watch", json=json, color=check_color(color), by_line=True)
     session.when_stopped = "stopped"
     given = {
         "exec": tuple(exec_ or ()),
