@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.watching.scanning import measure, scan
+from ckpttool.watching import scanning
+from ckpttool.watching.scanning import Anchor, Extent, measure, scan
 from ckpttool.watching.signs import SETTLED, SLACK, Sign, awaited, read_tracker, sign_of
 
 NOW = 1_800_000_000.0
@@ -234,6 +236,36 @@ def test_a_scan_names_checkpoints_by_their_place(run: Path) -> None:
     assert names == [f"{step}/{role}" for step in steps for role in ("actor", "critic")]
     assert [c.name for c in scan(run, roles=["critic"], since=10).candidates] == ["global_step_10/critic"]
     assert [c.name for c in scan(run, only=9, known={"global_step_9/actor"}).candidates] == ["global_step_9/critic"]
+
+
+def test_what_cannot_be_read_waits_for_that_and_hides_nothing_else(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a role that cannot be listed, nor a sign that leads in a circle, is left out without a word."""
+    for role in ("actor", "critic", "reward"):
+        fill(run / "global_step_9" / role, V2 if role == "critic" else SHARDS)
+    (run / "global_step_9" / "critic" / "ckpt_contents.json").symlink_to("ckpt_contents.json")
+    (run / "latest_checkpointed_iteration.txt").write_text("9")
+
+    def refuse(path: Path) -> tuple[Extent, Anchor | None]:
+        if path.name == "actor":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return measure(path)
+
+    monkeypatch.setattr(scanning, "measure", refuse)
+    signs = {candidate.role: candidate.sign for candidate in scan(run).candidates}
+    assert {role: sign.given for role, sign in signs.items() if sign is not None} == {
+        "actor": False,
+        "critic": False,
+        "reward": True,
+    }
+    assert signs["actor"] == Sign(what="being readable (Permission denied)", given=False)
+    assert signs["critic"] == Sign(what="ckpt_contents.json", given=False)
+
+
+def test_a_tracker_that_cannot_be_read_is_not_absent(sign: Find, run: Path) -> None:
+    """Else a long quiet would do in its place."""
+    fill(run, ())
+    os.mkfifo(run / "latest_checkpointed_iteration.txt")
+    assert sign("global_step_9/actor", SHARDS) == Sign(what="latest_checkpointed_iteration.txt", given=False, at=0.0)
 
 
 def test_the_anchor_is_a_file_that_every_save_writes(run: Path) -> None:

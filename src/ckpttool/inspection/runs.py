@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.errors import CkpttoolError, NotACheckpoint, Problem, Refused
 from ckpttool.formats.torchzip import read_range
+from ckpttool.inspection.access import is_directory
 from ckpttool.inspection.beside import add_dataloader, add_lora_meta
 from ckpttool.inspection.draft import Draft, refusals_of, role_of
 from ckpttool.inspection.result import Inspection, Run, StepRow
@@ -23,8 +24,8 @@ Look = Callable[[Path], Inspection]
 def steps(path: Path) -> list[Path]:
     """Return the step directories of a run, oldest first; ``release`` of Megatron-LM comes first."""
     found = [(layout.step_of(p.name), p) for p in path.iterdir()]
-    numbered = sorted((step, p.name, p) for step, p in found if step is not None and p.is_dir())
-    release = [path / "release"] if (path / "release").is_dir() else []
+    numbered = sorted((step, p.name, p) for step, p in found if step is not None and is_directory(p))
+    release = [path / "release"] if is_directory(path / "release") else []
     return [*release, *(p for _, _, p in numbered)]
 
 

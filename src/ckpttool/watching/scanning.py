@@ -11,7 +11,8 @@ from pathlib import Path
 from ckpttool import layout
 from ckpttool.formats import dcp
 from ckpttool.inspection import kinds, runs
-from ckpttool.watching.signs import TRAINER_STATE, Sign, Tracker, read_tracker, sign_of
+from ckpttool.inspection.access import closed
+from ckpttool.watching.signs import TRAINER_STATE, Sign, Tracker, read_tracker, sign_of, unreadable
 
 _DATA = re.compile(r".*\.(?:pt|pth|bin|distcp|safetensors|metadata)|\.metadata")
 
@@ -63,8 +64,11 @@ def steps_of(run: Path) -> list[tuple[int, Path]]:
 
 
 def checkpoints_of(run: Path, step: Path, roles: Collection[str] = ()) -> list[tuple[str, Path]]:
-    """Return the role and path of every checkpoint of a step: its roles, or itself. ``roles`` are all if empty."""
-    paths = kinds.roles(step) or ([step] if kinds.is_checkpoint(step) else [])
+    """Return the role and path of every checkpoint of a step: its roles, or itself. ``roles`` are all if empty.
+
+    A step that is closed may be one.
+    """
+    paths = kinds.roles(step) or ([step] if closed(step) or kinds.is_checkpoint(step) else [])
     found = ((runs.role_below(path, run), path) for path in paths)
     return [(role, path) for role, path in found if not roles or role in roles]
 
@@ -88,10 +92,11 @@ def scan(
 ) -> Scan:
     """Look at the steps of a run from ``since`` on, or at one, but for checkpoints whose names are ``known``.
 
-    What vanishes while one looks is not there; what may not be read is left out. Raises ``OSError`` for the run itself.
+    What vanishes meanwhile is not there; what cannot be read waits for that. Raises ``OSError`` for the run itself.
     """
     tracker, steps = read_tracker(run), steps_of(run)
-    by_trainer = any((step / TRAINER_STATE).is_file() for _, step in steps if step.name.startswith("checkpoint-"))
+    of_trainer = [step / TRAINER_STATE for _, step in steps if step.name.startswith("checkpoint-")]
+    by_trainer = any(map(os.path.isfile, of_trainer))  # Path.is_file() raises below a closed directory
     found = []
     for number, step in steps:
         if number >= since and only in (None, number):
@@ -110,23 +115,22 @@ def _candidates(
     by_trainer: bool,
 ) -> Iterator[Candidate]:
     try:
-        for role, path in checkpoints_of(run, step, roles):
-            name = path.relative_to(run).as_posix()
-            if name not in known:
-                sign = sign_of(path, step, number, tracker, by_trainer=by_trainer)
-                extent, anchor = measure(path)
-                yield Candidate(
-                    name=name,
-                    path=path,
-                    step=step,
-                    number=number,
-                    role=role,
-                    sign=sign,
-                    extent=extent,
-                    anchor=anchor,
-                )
+        found = checkpoints_of(run, step, roles)
     except OSError:
         return
+    for role, path in found:
+        name = path.relative_to(run).as_posix()
+        if name not in known:
+            try:
+                sign = sign_of(path, step, number, tracker, by_trainer=by_trainer)
+                extent, anchor = measure(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                sign, extent, anchor = unreadable(error), Extent(), None
+            yield Candidate(
+                name=name, path=path, step=step, number=number, role=role, sign=sign, extent=extent, anchor=anchor
+            )
 
 
 def measure(path: Path) -> tuple[Extent, Anchor | None]:
@@ -157,8 +161,15 @@ def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
                 where = f"{below}{entry.name}"
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(f"{where}/")
-                elif entry.is_file():
+                elif _is_file(entry):
                     yield where, entry.stat()
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link that leads in a circle, or where one may not look
+        return False
 
 
 def is_rewritten(path: Path, anchor: Anchor) -> bool:

@@ -74,15 +74,18 @@ class Tracker:
 
 
 def read_tracker(run: Path) -> Tracker | None:
-    """Return the tracker of a run, or ``None`` where there is none. Trainers write it in place: it may be empty."""
-    path = runs.tracker(run)
+    """Return the tracker of a run, or ``None`` where there is none. Trainers write it in place: it may be empty.
+
+    What lies in its place and cannot be read is one that does not tell its step, not one that is absent.
+    """
+    path = runs.tracker(run) or next((run / name for name in runs.TRACKERS if os.path.lexists(run / name)), None)
     if path is None:
         return None
     try:
         at = path.stat().st_mtime
         said = read_range(path, 0, 64).decode(errors="replace").strip()
     except (OSError, NotACheckpoint):
-        return None
+        return Tracker(name=path.name, step=None, at=0.0, said="what cannot be read")
     step = int(said) if said.isascii() and said.isdigit() else None
     return Tracker(name=path.name, step=step, at=at, said=said)
 
@@ -121,8 +124,13 @@ def _file(folder: Path, name: str) -> Sign:
     try:
         path = folder / name
         return Sign(what=name, given=name == dcp.METADATA_FILE or _is_whole(path), at=path.stat().st_mtime)
-    except FileNotFoundError:
+    except OSError:  # it is not there, or a link leads nowhere, in a circle or where one may not look
         return Sign(what=name, given=False)
+
+
+def unreadable(error: OSError) -> Sign:
+    """Return what stands for the sign of a checkpoint that cannot be looked at; no quiet replaces it."""
+    return Sign(what=f"being readable ({error.strerror})", given=False)
 
 
 def _is_whole(path: Path) -> bool:
