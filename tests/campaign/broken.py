@@ -24,6 +24,7 @@ from pathlib import Path
 import typer.main
 
 from ckpttool.cli import main as ckpttool
+from tests.campaign import followed
 from tests.campaign.damages import Damage, applied
 from tests.campaign.inputs import INPUTS, Command, Input, prepare
 from tests.campaign.judging import Tried, faults, fingerprint
@@ -48,6 +49,7 @@ def line_of(command: Command, one: Input, room: Path, name: str) -> list[str]:
     """The words of a command line."""
     bases = room.parent / "bases"
     places = {"out": room / "out", "sound": bases / name / one.target, "bases": bases}
+    places |= {"run": room / "run", "fired": room / followed.FIRED}
     return [word.format(room / "in" / one.target, **places) for word in command]
 
 
@@ -124,13 +126,14 @@ def attempt(folder: Path, seed: int, number: int) -> Iterator[Outcome]:
 def one(command: Command, name: str, damage: Damage, room: Path, wanted: Tensors | None) -> Outcome:
     """One command on a damaged input."""
     line = line_of(command, INPUTS[name], room, name)
-    if damage.closed:
-        _open_to_all(room)
-    before = fingerprint(room)
-    with nobody() if damage.closed else contextlib.nullcontext():
-        done = tried(line)
-    after = fingerprint(room)
-    wrong = tuple(faults(command, damage, done, room, (before, after), wanted))
+    with followed.as_run(room, room.parent / "bases" / name) if "{run}" in command else contextlib.nullcontext():
+        if damage.closed:
+            _open_to_all(room)
+        before = fingerprint(room)
+        with nobody() if damage.closed else contextlib.nullcontext():
+            done = tried(line)
+        after = fingerprint(room)
+        wrong = tuple(faults(command, damage, done, room, (before, after), wanted))
     shutil.rmtree(room / "out", ignore_errors=True)
     shown = (*wrong, str(damage), f"{name}: {' '.join(line)}", done.out[-1500:] + done.err[-1500:]) if wrong else ()
     return Outcome((damage.way, command[0]), str(done.code), shown)
@@ -158,7 +161,8 @@ def _run_all(folder: Path) -> None:
     for name in WARMING:
         for command in INPUTS[name].commands():
             shutil.copytree(folder / "bases" / name, room / "in")
-            tried(line_of(command, INPUTS[name], room, name))
+            with followed.as_run(room, folder / "bases" / name) if "{run}" in command else contextlib.nullcontext():
+                tried(line_of(command, INPUTS[name], room, name))
             tried(line_of(command, INPUTS[name], room / "nothing", name))
             shutil.rmtree(room)
 

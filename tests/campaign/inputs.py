@@ -1,7 +1,8 @@
 """Every kind of input, by real libraries, and the commands that take it.
 
-A command is a line of words: ``{}`` is the damaged input, ``{out}`` an output, ``{sound}`` the undamaged input, and
-``{bases}`` where all of them lie. A new command is a line in `READING`, or in the list of those that write.
+A command is a line of words: ``{}`` is the damaged input, ``{out}`` an output, ``{sound}`` the undamaged input,
+``{bases}`` where all of them lie, ``{run}`` a run of which the input is a step (`followed`), ``{fired}`` where actions
+leave a file. A new command is a line in `READING`, or in the list of those that write.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ READING: tuple[Command, ...] = (
     ("diff", "{sound}", "{}", "--json", "--all", "--trust-crc"),
     ("verify", "{}", "--json"),
     ("verify", "{}", "--values"),
+    ("watch", "{run}", "--once", "--exec", "touch {fired}/{{step}}-{{role}}"),
+    ("watch", "{run}", "--once", "--exec", "touch {fired}/{{step}}-{{role}}", "--json", "--pin"),
 )
 MERGE: Command = ("merge-fsdp", "{}", "-o", "{out}")
 TO_HF: Command = ("to-hf", "{}", "-o", "{out}")
