@@ -219,7 +219,7 @@ class Watcher:
     def _gone(self) -> Iterator[Notice]:
         """Tell of checkpoints that were removed before all that was to be done with them was done."""
         for name, entry in list(self._state.entries.items()):
-            if entry.course in ("running", "failed") and not (self._run / name).exists():
+            if entry.course in ("running", "failed") and _is_gone(self._run / name):
                 self._state.change(name, course="gone", at=self._clock())
                 message = f"{name} was removed before all actions on it were done"
                 hint = "--pin keeps a checkpoint while actions on it run."
@@ -265,6 +265,17 @@ class Watcher:
 
 def _place(settings: Settings, run: Path) -> Path:
     return run / NAME if settings.state is None else Path(os.path.abspath(settings.state))  # noqa: PTH100
+
+
+def _is_gone(path: Path) -> bool:
+    """Tell whether there is nothing any more; what one may not look at is not gone."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _needs_a_second_look(look: _Look, now: float) -> bool:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
 from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint
@@ -117,6 +117,8 @@ def _read(path: Path, run: Path) -> dict[str, Entry]:
     if not os.path.lexists(path):
         return {}
     try:
+        if path.is_symlink():  # it would be replaced, and not the file that it leads to
+            raise BrokenCheckpoint("a symbolic link")
         content = read_object(path)
         if content.get("ckpttool_watch") != SCHEMA:
             raise BrokenCheckpoint(f"{path.name}: not the state of a watch of schema {SCHEMA}")
@@ -138,7 +140,7 @@ def _read(path: Path, run: Path) -> dict[str, Entry]:
 
 def _entry(name: str, value: Mapping[str, Any]) -> Entry:
     whole = all(type(value[key]) is kind for key, kind in _KINDS.items()) and value["course"] in get_args(Course)
-    if not whole or not all(isinstance(label, str) for label in value["actions"]):
+    if not whole or not all(isinstance(label, str) for label in value["actions"]) or not _is_below(name):
         raise ValueError(f"checkpoint {name!r}")
     return Entry(**{**value, "anchor": _anchor(value["anchor"]), "actions": tuple(value["actions"])})
 
@@ -146,9 +148,19 @@ def _entry(name: str, value: Mapping[str, Any]) -> Entry:
 def _anchor(value: Mapping[str, Any] | None) -> Anchor | None:
     if value is None:
         return None
-    if type(value["file"]) is not str or type(value["written"]) is not int:
+    if type(value["file"]) is not str or type(value["written"]) is not int or not _is_below(value["file"]):
         raise ValueError("an anchor")
     return Anchor(**value)
+
+
+def _is_below(name: str) -> bool:
+    """Tell whether a file system may have this path below a directory."""
+    try:
+        raw = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    path = PurePath(name)
+    return bool(path.parts) and b"\0" not in raw and not path.is_absolute() and ".." not in path.parts
 
 
 def _written(entries: Mapping[str, Entry], run: Path) -> bytes:
