@@ -58,10 +58,16 @@ def roles(path: Path) -> list[Path]:
 
 
 def _weights_of(path: Path) -> list[Path]:
-    """Return the checkpoints of a NeMo-RL role, ``policy/weights/iter_0000000``."""
+    """Return the checkpoints of a NeMo-RL role: ``policy/weights/iter_0000000`` of Megatron.
+
+    Of DTensors, it is ``policy/weights`` (torch DCP) or ``policy/weights/model`` (safetensors).
+    """
     weights = path / "weights"
     if closed(path) or not is_directory(weights) or closed(weights):
         return []
+    for place in (weights, weights / "model"):
+        if is_directory(place) and is_checkpoint(place):
+            return [place]
     return [p for p in sorted(weights.iterdir()) if layout.step_of(p.name) is not None and is_checkpoint(p)]
 
 
