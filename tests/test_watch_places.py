@@ -1,11 +1,16 @@
-"""Where `watch` finds checkpoints: what programs leave that keep them deeper."""
+"""Where `watch` finds checkpoints: what programs leave that keep them deeper, and what may not be looked into."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ckpttool.watching import Settings, Watcher
+from ckpttool.watching.scanning import scan
+from tests import builders
 
 
 def test_each_format_of_nemo_rl_has_its_place(
@@ -31,3 +36,17 @@ def test_each_format_of_nemo_rl_has_its_place(
         ("step_20/policy/weights/model", "policy", "huggingface"),
         ("step_30/policy/weights/iter_0000000", "policy", "torch_dist"),
     ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_step_of_somebody_else_hides_no_other(open_folder: Path, megatron_checkpoints: Path) -> None:
+    run = open_folder / "run"
+    for number in (10, 20):
+        step = builders.copy(megatron_checkpoints / "expected/dense-hf", run / f"checkpoint-{number}")
+        (step / "trainer_state.json").write_text('{"global_step": 1}')
+    (run / "checkpoint-10").chmod(0)
+    os.seteuid(65534)
+    try:
+        assert [candidate.name for candidate in scan(run).candidates] == ["checkpoint-20"]
+    finally:
+        os.seteuid(0)
