@@ -1,9 +1,10 @@
-"""What a look has seen is old when actions have run since: training goes on meanwhile."""
+"""What a look has seen is old when actions have run since, and what lies there for long has no sign that is newer."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,16 @@ def test_a_step_that_is_removed_during_an_action_on_an_earlier_one_is_told_to_be
             if notice.what == "acting":
                 shutil.rmtree(run / "global_step_20")
     assert told == ["watching", "finished", "acting", "acted", "done", "gone", "stopped"]
+
+
+@pytest.mark.parametrize(("minutes", "fired"), [(9, 0), (11, 2)])
+def test_a_copy_whose_tracker_is_older_is_acted_on_by_one_call(run: Path, minutes: int, fired: int) -> None:
+    """As cron makes it, again and again: no call is there for ten minutes."""
+    written = time.time() - 60 * minutes
+    for path in run.rglob("*.pt"):
+        os.utime(path, (written, written))
+    os.utime(run / TRACKER, (written - 100, written - 100))
+    slept: list[float] = []
+    with Watcher(run, Settings(exec=("true",)), sleep=slept.append) as watcher:
+        told = [notice.what for notice in watcher.watch(once=True)]
+    assert (told.count("done"), slept) == (fired, [30.0] if fired else [])

@@ -19,7 +19,7 @@ from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
 from ckpttool.watching.scanning import Candidate, Scan, checkpoints_of, is_changed, is_rewritten, scan, steps_of
 from ckpttool.watching.settings import Settings
-from ckpttool.watching.signs import SETTLED, awaited
+from ckpttool.watching.signs import SETTLED, SLACK, Sign, awaited
 from ckpttool.watching.state import NAME, State
 from ckpttool.watching.waiting import Outlook
 
@@ -279,12 +279,16 @@ def _is_gone(path: Path) -> bool:
 
 
 def _needs_a_second_look(look: _Look, now: float) -> bool:
-    """Tell whether what is not finished has no sign that could be looked for, so that two looks have to tell."""
+    """Tell whether something is not finished by a sign that could be looked for, so that two looks have to tell."""
     missing = (candidate for candidate in look.seen.candidates if candidate.name in look.missing)
-    return any(
-        candidate.sign is None or (candidate.sign.absent and now - candidate.extent.newest > SETTLED)
-        for candidate in missing
-    )
+    return any(candidate.sign is None or _may_be_settled(candidate, candidate.sign, now) for candidate in missing)
+
+
+def _may_be_settled(candidate: Candidate, sign: Sign, now: float) -> bool:
+    """Tell whether nothing was written for long to a checkpoint that has no sign, or one that is older than it."""
+    newest = candidate.extent.newest
+    older = sign.given and sign.at is not None and sign.at < newest - SLACK
+    return (sign.absent or older) and now - newest > SETTLED
 
 
 def check_run(run: Path) -> None:
