@@ -265,7 +265,8 @@ def test_a_tracker_that_cannot_be_read_is_not_absent(sign: Find, run: Path) -> N
     """Else a long quiet would do in its place."""
     fill(run, ())
     os.mkfifo(run / "latest_checkpointed_iteration.txt")
-    assert sign("global_step_9/actor", SHARDS) == Sign(what="latest_checkpointed_iteration.txt", given=False, at=0.0)
+    tracker = Sign(what="latest_checkpointed_iteration.txt", given=False, at=0.0, said="cannot be read")
+    assert sign("global_step_9/actor", SHARDS) == tracker
 
 
 def test_the_anchor_is_a_file_that_every_save_writes(run: Path) -> None:

@@ -68,7 +68,7 @@ def read(path: Path) -> dict[str, Any] | None:
     """The entries, and nothing where it is no state, which is said with its name."""
     error = None
     try:
-        with State(path) as state:
+        with State(path, path.parent) as state:
             for name, entry in state.entries.items():
                 _ = entry.anchor is None or is_rewritten(path.parent / name, entry.anchor)
             return dict(state.entries)

@@ -17,7 +17,7 @@ from ckpttool.watching.firing import Firing
 from ckpttool.watching.pins import clear_pins
 from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
-from ckpttool.watching.scanning import Candidate, Scan, checkpoints_of, is_changed, is_rewritten, scan, steps_of
+from ckpttool.watching.scanning import Candidate, Scan, is_changed, is_rewritten, roles_of, scan, steps_of
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.signs import SETTLED, SLACK, Sign, awaited
 from ckpttool.watching.state import NAME, State
@@ -209,7 +209,7 @@ class Watcher:
         steps = steps_of(self._run)
         if not steps:
             return (Problem(code="no-steps", message=f"{self._run}: no step is here yet", severity="note"),)
-        there = {role for _, step in steps for role, _ in checkpoints_of(self._run, step)}
+        there = roles_of(self._run, [step for _, step in steps])
         unknown = [role for role in self._settings.roles if role not in there]
         if not unknown or not there:
             return ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def checkpoints_of(run: Path, step: Path, roles: Collection[str] = ()) -> list[t
     paths = kinds.roles(step) or ([step] if closed(step) or kinds.is_checkpoint(step) else [])
     found = ((runs.role_below(path, run), path) for path in paths)
     return [(role, path) for role, path in found if not roles or role in roles]
+
+
+def roles_of(run: Path, steps: Iterable[Path]) -> set[str]:
+    """Return the roles that steps have, of those that are still there."""
+    found: set[str] = set()
+    for step in steps:
+        with suppress(OSError):
+            found.update(role for role, _ in checkpoints_of(run, step) if role)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,8 @@ class Tracker:
     name: str
     step: int | None
     at: float
-    said: str = ""
+    said: str | None = None
+    """What it holds, where that can be read."""
 
 
 def read_tracker(run: Path) -> Tracker | None:
@@ -85,7 +86,7 @@ def read_tracker(run: Path) -> Tracker | None:
         at = path.stat().st_mtime
         said = read_range(path, 0, 64).decode(errors="replace").strip()
     except (OSError, NotACheckpoint):
-        return Tracker(name=path.name, step=None, at=0.0, said="what cannot be read")
+        return Tracker(name=path.name, step=None, at=0.0)
     step = int(said) if said.isascii() and said.isdigit() else None
     return Tracker(name=path.name, step=step, at=at, said=said)
 
@@ -148,8 +149,13 @@ def _said(tracker: Tracker | None, number: int, usual: str) -> Sign:
     if tracker is None:
         return Sign(what=usual, given=False, absent=True, said="is not there")
     given = tracker.step is not None and tracker.step >= number
-    said = f"says {tracker.said}" if tracker.step is not None else f"holds {tracker.said!r}, not a step"
-    return Sign(what=tracker.name, given=given, at=tracker.at, said="" if given else said)
+    return Sign(what=tracker.name, given=given, at=tracker.at, said="" if given else _in_words(tracker))
+
+
+def _in_words(tracker: Tracker) -> str:
+    if tracker.said is None:
+        return "cannot be read"
+    return f"says {tracker.said}" if tracker.step is not None else f"holds {tracker.said!r}, not a step"
 
 
 def _gone_past(step: Path, names: Collection[str], number: int, tracker: Tracker | None) -> Sign | None:
