@@ -188,13 +188,20 @@ def test_a_sign_of_an_earlier_save_does_not_count_until_nothing_was_written_for_
 
 
 def test_of_a_step_that_is_saved_anew_the_sign_is_to_be_new() -> None:
-    assert awaited(GIVEN, newest=NOW + 0.01, unchanged=True, now=NOW, known=True) != ""
-    assert awaited(GIVEN, newest=NOW, unchanged=True, now=NOW, known=True) == ""
+    assert awaited(GIVEN, newest=NOW + 0.01, unchanged=True, now=NOW, anew=NOW + 0.01) != ""
+    assert awaited(GIVEN, newest=NOW, unchanged=True, now=NOW, anew=NOW) == ""
+
+
+def test_another_rank_may_write_a_little_after_the_sign() -> None:
+    """Ranks of transformers' Trainer do not wait for each other when they save their random numbers."""
+    assert awaited(GIVEN, newest=NOW + 0.05, unchanged=False, now=NOW + 1) == ""
+    assert awaited(GIVEN, newest=NOW + 0.05, unchanged=False, now=NOW + 1, anew=NOW - 5) == ""
 
 
 def test_half_of_each_save_is_not_finished_however_quiet_it_is() -> None:
     """The old sign of a step that a trainer died over when it saved it anew."""
-    assert awaited(GIVEN, newest=NOW + 1, unchanged=True, now=NOW + 100 * SETTLED, known=True) != ""
+    assert awaited(GIVEN, newest=NOW + 1, unchanged=True, now=NOW + 100 * SETTLED, anew=NOW + 0.5) != ""
+    assert awaited(GIVEN, newest=NOW + 9, unchanged=True, now=NOW + 100 * SETTLED, anew=NOW - 5) != ""
 
 
 def test_what_has_no_data_yet_is_not_finished_however_quiet_it_is() -> None:

@@ -141,7 +141,7 @@ class Watcher:
                 newest=candidate.extent.newest,
                 unchanged=self._outlook.unchanged(candidate),
                 now=self._clock(),
-                known=self._is_saved_anew(candidate),
+                anew=self._saved_anew(candidate),
             )
             if not why:
                 why = yield from self._fire(candidate, final=final)
@@ -162,10 +162,12 @@ class Watcher:
             and (entry.anchor is None or not is_rewritten(self._run / name, entry.anchor))
         }
 
-    def _is_saved_anew(self, candidate: Candidate) -> bool:
-        """Tell whether a checkpoint is another save of what was finished before."""
+    def _saved_anew(self, candidate: Candidate) -> float | None:
+        """Return when another save of what was finished before was written, in seconds; ``None`` for the same one."""
         entry = self._state.entries.get(candidate.name)
-        return entry is not None and entry.anchor != candidate.anchor
+        if entry is None or entry.anchor == candidate.anchor:
+            return None
+        return candidate.extent.newest if candidate.anchor is None else candidate.anchor.written / 1e9
 
     def _fire(self, candidate: Candidate, *, final: bool) -> Generator[Notice, None, str]:
         """Act on a checkpoint whose sign is given; return what it waits for where it is not whole after all."""
