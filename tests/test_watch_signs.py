@@ -104,6 +104,23 @@ def test_of_a_long_one_the_end_counts(sign: Find, run: Path, cut: int, given: bo
     assert found.given == given
 
 
+@pytest.mark.parametrize(
+    ("names", "given", "absent"),
+    [((), False, True), (("train_state.pt",), False, True), (("train_state.pt", "run_config.yaml"), True, False)],
+)
+def test_megatron_bridge_adds_to_the_archive(
+    sign: Find, run: Path, names: tuple[str, ...], given: bool, absent: bool
+) -> None:
+    """It tells itself by a file of the run. What lacks the sign may be of Megatron-LM, and is settled in the end."""
+    fill(run, ("latest_train_state.pt", "iter_0000020/run_config.yaml"))
+    (run / "iter_0000020/run_config.yaml").write_text("model: {}\n")
+    if "run_config.yaml" not in names:
+        (run / "iter_0000020/run_config.yaml").unlink()
+    found = sign("iter_0000020", (*ARCHIVE, "metadata.json", *(name for name in names if name.endswith(".pt"))))
+    assert found is not None
+    assert (found.what, found.given, found.absent) == ("run_config.yaml", given, absent)
+
+
 def test_no_sign_is_known_of_others(sign: Find) -> None:
     assert sign("step_20", MODEL) is None
 

@@ -4,6 +4,7 @@
 verl's Megatron layout v2        ``ckpt_contents.json`` of the role, by renaming
 verl and SkyRL, other roles      the tracker of the run says this step; or a later one, and ``data.pt`` is there
 Megatron-LM, slime, NeMo         ``metadata.json`` of the archive; the tracker for formats without it
+Megatron-Bridge                  ``run_config.yaml`` of the step, from the second step on
 torch DCP (torchtitan)           ``.metadata``, by renaming
 Hugging Face Trainer             ``trainer_state.json`` of the step
 NeMo-RL                          the name of the step: it is ``tmp_step_N`` while it is written
@@ -30,6 +31,9 @@ from ckpttool.inspection import runs
 TRAINER_STATE = "trainer_state.json"
 TRAINING_INFO = "training_info.json"
 """What NeMo-RL writes first into ``tmp_step_N``."""
+
+BRIDGES, RUN_CONFIG = "latest_train_state.pt", "run_config.yaml"
+"""What Megatron-Bridge leaves in a run, and what it writes into a step after the archive and ``train_state.pt``."""
 
 SLACK = 1.0
 """Seconds by which the clocks of machines that write into one file system differ, at most."""
@@ -108,9 +112,20 @@ def sign_of(checkpoint: Path, step: Path, number: int, tracker: Tracker | None, 
     if TRAINER_STATE in beside or (step.name.startswith("checkpoint-") and not is_megatrons):
         known = TRAINER_STATE in beside or by_trainer or _is_trainers(beside)
         return replace(_file(step, TRAINER_STATE), absent=not known)
+    if checkpoint == step and step.name.startswith("iter_") and (step.parent / BRIDGES).is_file():
+        return _bridges(step)
     if dcp.BACKEND_FILE in names or dcp.METADATA_FILE in names or any(name.endswith(".distcp") for name in names):
         return _file(checkpoint, dcp.BACKEND_FILE if is_megatrons else dcp.METADATA_FILE)
     return _said(tracker, number, layout.TRACKER) if step.name.startswith("iter_") else None
+
+
+def _bridges(step: Path) -> Sign:
+    """Return the sign of a step in a run of Megatron-Bridge; others may have written steps there before."""
+    try:
+        status = (step / RUN_CONFIG).stat()
+    except OSError:
+        return Sign(what=RUN_CONFIG, given=False, absent=True)
+    return Sign(what=RUN_CONFIG, given=status.st_size > 0, at=status.st_mtime)
 
 
 def _has(path: Path, trees: Collection[str]) -> bool:
