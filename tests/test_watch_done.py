@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpttool.errors import NotACheckpoint
 from ckpttool.watching import Notice, Settings, Watcher
 from tests import builders
 from tests.conftest import Call
@@ -139,3 +141,45 @@ def test_a_tracker_that_says_something_else_is_told(ckpttool: Callable[..., Call
         tracker.write_text(said)
         call = ckpttool("watch", run, "--once")
         assert f"global_step_10/actor waits for {tracker.name}, which {told} (and 2 more)" in call.out
+
+
+def test_what_was_removed_while_actions_ran_is_told(run: Path, go: Go) -> None:
+    notices = go(exec=(f"rm -r {run}/global_step_{{step}}",))
+    notes = [n.problems[0] for n in notices if n.what == "done"]
+    assert [(note.code, note.severity, note.path) for note in notes] == [
+        ("gone", "note", f"global_step_{step}/actor") for step in (10, 20, 30)
+    ]
+    assert all(n.ok for n in notices if n.what == "done")
+
+
+def test_a_file_that_is_added_to_a_failed_checkpoint_does_not_make_it_another_save(run: Path, go: Go) -> None:
+    go(exec=("false",), keep_going=True)
+    (run / "global_step_10/actor/a.safetensors").write_bytes(b"")
+    fired = [n.event for n in go(exec=("true",)) if n.what == "finished" and n.event is not None]
+    assert [(event.step, event.attempt, event.rewritten) for event in fired] == [(s, 2, False) for s in (10, 20, 30)]
+
+
+def test_a_run_that_is_out_of_reach_for_a_while_is_waited_for(run: Path) -> None:
+    away, slept = run.with_name("away"), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            run.rename(away)
+        if len(slept) == 4:
+            away.rename(run)
+
+    settings = Settings(state=str(run.with_name("state.json")), exec=("true",))
+    with Watcher(run, settings, clock=lambda: time.time() + sum(slept), sleep=sleep) as watcher:
+        notices = list(watcher.watch(timeout=200))
+    assert len(slept) > 4
+    assert notices[-1].message == "stopped: nothing was finished for 200 s"
+    run.rename(away)
+    slept.clear()
+    with Watcher(away, settings, sleep=lambda seconds: slept.append(seconds)) as watcher:
+        looks = watcher.watch()
+        next(looks)
+        away.rename(run)
+        with pytest.raises(NotACheckpoint, match="No such file"):
+            list(looks)
+    assert len(slept) == 20

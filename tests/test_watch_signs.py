@@ -198,7 +198,7 @@ def test_a_sign_that_is_newer_than_the_data_counts_at_once(unchanged: bool) -> N
 
 def test_a_sign_of_an_earlier_save_does_not_count_until_nothing_was_written_for_long() -> None:
     newest = NOW + SLACK + 0.1
-    old = "the sign, which is older than its data"
+    old = "the sign, which is older than its data, or 10 minutes without a change"
     assert awaited(GIVEN, newest=newest, unchanged=True, now=newest + SETTLED) == old
     assert awaited(GIVEN, newest=newest, unchanged=False, now=newest + 2 * SETTLED) == old
     assert awaited(GIVEN, newest=newest, unchanged=True, now=newest + 1.01 * SETTLED) == ""

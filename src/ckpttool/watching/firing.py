@@ -14,7 +14,7 @@ from ckpttool.watching.actions import Action, ActionFailed
 from ckpttool.watching.clock import Clock, Sleep
 from ckpttool.watching.pins import pinned
 from ckpttool.watching.result import Notice, What
-from ckpttool.watching.scanning import Candidate
+from ckpttool.watching.scanning import Candidate, is_rewritten
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.state import Entry, State
 
@@ -72,13 +72,13 @@ class Firing:
                         return
             self._state.change(event.name, course="done", at=self._clock(), status=None)
             self.done += 1
-            seconds = self._clock() - begun
-            yield self._notice("done", f"{event.name} is done", event, data={"seconds": seconds})
+            data = {"seconds": self._clock() - begun}
+            yield self._notice("done", f"{event.name} is done", event, data=data, problems=_if_gone(event))
 
     def _begin(self, candidate: Candidate, found: Inspection, path: Path) -> CheckpointEvent:
         """Record that actions begin, and return what they are told."""
         before = self._state.entries.get(candidate.name)
-        same = before is not None and before.anchor == candidate.anchor
+        same = before is not None and (before.anchor is None or not is_rewritten(candidate.path, before.anchor))
         begun = before.attempts if before is not None and same and before.course != "done" else 0
         entry = Entry(
             step=candidate.number,
@@ -161,6 +161,15 @@ class Firing:
             problems=problems,
             detail=detail,
         )
+
+
+def _if_gone(event: CheckpointEvent) -> tuple[Problem, ...]:
+    """Return a note on a checkpoint that was removed while actions on it ran: what they read may not have been all."""
+    if event.path != event.original or Path(event.path).exists():
+        return ()
+    message = f"{event.name} was removed while actions on it ran"
+    hint = "If no action did that, they may not have seen all of it: --pin keeps it while they run."
+    return (Problem(code="gone", message=message, path=event.name, hint=hint, severity="note"),)
 
 
 def status_of(error: CkpttoolError) -> int:

@@ -107,7 +107,7 @@ class Pruner:
         entry = self._state.entries.get(candidate.name)
         if entry is not None and (entry.anchor is None or not is_rewritten(candidate.path, entry.anchor)):
             return entry.course != "gone"
-        newest, now = candidate.extent.newest, self._clock()
+        newest, now = candidate.extent.newest, self._clock() + self._state.skew
         quiet = now - newest > SETTLED
         missing = awaited(candidate.sign, newest=newest, unchanged=quiet, now=now)
         return not self._is_acted_on(candidate) and not missing and self._is_whole(candidate)

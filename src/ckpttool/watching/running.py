@@ -23,6 +23,9 @@ from ckpttool.watching.signs import SETTLED, SLACK, Sign, awaited
 from ckpttool.watching.state import NAME, State
 from ckpttool.watching.waiting import Outlook
 
+PATIENCE = 20
+"""Looks in a row at which the run may be out of reach: ten minutes, as they usually come."""
+
 Waiting = Callable[[Status], None]
 
 
@@ -57,6 +60,7 @@ class Watcher:
         self._outlook = Outlook()
         self._told: dict[str, object] = {}
         self._given_up: set[str] = set()
+        self._lost = 0
 
     def __enter__(self) -> Watcher:
         """Lock and read the state; raises :class:`~ckpttool.errors.CannotWrite` where another watch has it."""
@@ -134,13 +138,17 @@ class Watcher:
 
     def _look(self, *, since: int, only: int | None = None, final: bool) -> Generator[Notice, None, _Look]:
         """Look once, and act on what is finished."""
-        look = _Look(scan(self._run, roles=self._settings.roles, since=since, only=only, known=self._known()))
+        try:
+            seen = scan(self._run, roles=self._settings.roles, since=since, only=only, known=self._known())
+        except OSError as error:
+            return self._out_of_reach(error, final=final)
+        look, self._lost = _Look(seen), 0
         for candidate in look.seen.candidates:
             why = awaited(
                 candidate.sign,
                 newest=candidate.extent.newest,
                 unchanged=self._outlook.unchanged(candidate),
-                now=self._clock(),
+                now=self._clock() + self._state.skew,
                 anew=self._saved_anew(candidate),
             )
             if not why:
@@ -151,6 +159,14 @@ class Watcher:
             if self.failures and not self._settings.keep_going:
                 break
         return look
+
+    def _out_of_reach(self, error: OSError, *, final: bool) -> _Look:
+        """Put up with a run that cannot be looked at for a while: a file system that is away comes back."""
+        self._lost += 1
+        if final or self._lost > PATIENCE:
+            raise NotACheckpoint(f"{self._run}: {error.strerror}", code="unreadable") from error
+        nothing = Scan(tracker=None, steps=(), candidates=())
+        return _Look(nothing, {str(self._run): f"it to be there again: {error.strerror}"})
 
     def _known(self) -> set[str]:
         """Return the names of checkpoints on which nothing is to be done any more, unless they are saved anew."""
@@ -165,7 +181,7 @@ class Watcher:
     def _saved_anew(self, candidate: Candidate) -> float | None:
         """Return when another save of what was finished before was written, in seconds; ``None`` for the same one."""
         entry = self._state.entries.get(candidate.name)
-        if entry is None or entry.anchor == candidate.anchor:
+        if entry is None or entry.anchor is None or not is_rewritten(candidate.path, entry.anchor):
             return None
         return candidate.extent.newest if candidate.anchor is None else candidate.anchor.written / 1e9
 

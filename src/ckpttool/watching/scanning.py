@@ -15,6 +15,8 @@ from ckpttool.inspection import kinds, runs
 from ckpttool.inspection.access import closed
 from ckpttool.watching.signs import TRAINER_STATE, Sign, Tracker, read_tracker, sign_of, unreadable
 
+_ACCELERATE = "pytorch_model_fsdp_"
+
 _DATA = re.compile(r".*\.(?:pt|pth|bin|distcp|safetensors|metadata)|\.metadata")
 
 
@@ -67,9 +69,13 @@ def steps_of(run: Path) -> list[tuple[int, Path]]:
 def checkpoints_of(run: Path, step: Path, roles: Collection[str] = ()) -> list[tuple[str, Path]]:
     """Return the role and path of every checkpoint of a step: its roles, or itself. ``roles`` are all if empty.
 
-    A step that is closed may be one.
+    A step that is closed may be one. Model and optimizer that accelerate saves beside each other
+    (``pytorch_model_fsdp_0``, ``optimizer_0``) are one.
     """
-    paths = kinds.roles(step) or ([step] if closed(step) or kinds.is_checkpoint(step) else [])
+    paths = kinds.roles(step)
+    if any(path.name.startswith(_ACCELERATE) for path in paths):
+        paths = [step]
+    paths = paths or ([step] if closed(step) or kinds.is_checkpoint(step) else [])
     found = ((runs.role_below(path, run), path) for path in paths)
     return [(role, path) for role, path in found if not roles or role in roles]
 

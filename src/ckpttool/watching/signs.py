@@ -206,4 +206,4 @@ def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, an
     in_time = sign.at is None or (sign.at >= newest - SLACK and (anew is None or sign.at >= anew))
     if in_time or (settled and anew is None):
         return ""
-    return f"{sign.what}, which is older than its data"
+    return f"{sign.what}, which is older than its data, or {SETTLED / 60:.0f} minutes without a change"

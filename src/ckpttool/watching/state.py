@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
@@ -58,11 +59,14 @@ class State:
         self.path, self._run = path, run
         self.entries: dict[str, Entry] = {}
         self._lock = -1
+        self.skew = 0.0
+        """Seconds by which the clock of the file system is ahead of this machine's."""
 
     def __enter__(self) -> State:
         """Lock and read it; raises :class:`CannotWrite` where another watch has it, or where it is none."""
         self._lock = _locked(self.path)
         try:
+            self.skew = _skew(self._lock)
             self.entries = _read(self.path, self._run)
         except BaseException:
             self._release()
@@ -111,6 +115,15 @@ def _locked(path: Path) -> int:
         'state = "FILE" in the file of options.',
         code="busy",
     )
+
+
+def _skew(lock: int) -> float:
+    """Return how far the clock is ahead by which files are dated: on a remote file system, that of the server."""
+    try:
+        os.utime(lock)
+        return os.fstat(lock).st_mtime - time.time()
+    except OSError:
+        return 0.0
 
 
 def _read(path: Path, run: Path) -> dict[str, Entry]:
