@@ -38,6 +38,18 @@ def test_each_format_of_nemo_rl_has_its_place(
     ]
 
 
+def test_what_accelerate_saves_in_parts_is_one_checkpoint(tmp_path: Path, fsdp_checkpoints: Path) -> None:
+    step = tmp_path / "checkpoint-10"
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        shutil.copytree(fsdp_checkpoints / "accelerate" / part, step / part)
+    (step / "trainer_state.json").write_text('{"global_step": 10}')
+    with Watcher(tmp_path, Settings(exec=("true",))) as watcher:
+        events = [notice.event for notice in watcher.watch(once=True) if notice.what == "done"]
+    assert [(event.name, event.role, event.kind) for event in events if event is not None] == [
+        ("checkpoint-10", "", "step")
+    ]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_step_of_somebody_else_hides_no_other(open_folder: Path, megatron_checkpoints: Path) -> None:
     run = open_folder / "run"

@@ -58,6 +58,7 @@ class State:
     def __init__(self, path: Path, run: Path) -> None:
         self.path, self._run = path, run
         self.entries: dict[str, Entry] = {}
+        self._lines: dict[str, tuple[Entry, str]] = {}
         self._lock = -1
         self.skew = 0.0
         """Seconds by which the clock of the file system is ahead of this machine's."""
@@ -85,13 +86,22 @@ class State:
         before = self.entries.get(name)
         self.entries[name] = entry
         try:
-            write_whole(self.path, _written(self.entries, self._run), force=True)
+            write_whole(self.path, self._written(), force=True)
         except BaseException:
             if before is None:
                 del self.entries[name]
             else:
                 self.entries[name] = before
             raise
+
+    def _written(self) -> bytes:
+        """Return what the file holds: a line for each checkpoint, made once as long as it stays as it is."""
+        for name, entry in self.entries.items():
+            if name not in self._lines or self._lines[name][0] is not entry:
+                self._lines[name] = entry, f"{json.dumps(name)}: {json.dumps(asdict(entry))}"
+        head = json.dumps({"ckpttool_watch": SCHEMA, "run": str(self._run), "inode": self._run.stat().st_ino})
+        lines = ",\n".join(self._lines[name][1] for name in sorted(self.entries))
+        return f'{head[:-1]}, "checkpoints": {{\n{lines}\n}}}}\n'.encode()
 
     def change(self, name: str, **changes: Any) -> None:
         """Record what is new about a checkpoint."""
@@ -174,13 +184,3 @@ def _is_below(name: str) -> bool:
         return False
     path = PurePath(name)
     return bool(path.parts) and b"\0" not in raw and not path.is_absolute() and ".." not in path.parts
-
-
-def _written(entries: Mapping[str, Entry], run: Path) -> bytes:
-    body = {
-        "ckpttool_watch": SCHEMA,
-        "run": str(run),
-        "inode": run.stat().st_ino,
-        "checkpoints": {name: asdict(entry) for name, entry in sorted(entries.items())},
-    }
-    return json.dumps(body, indent=1).encode() + b"\n"
