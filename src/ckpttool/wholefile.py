@@ -34,7 +34,8 @@ def write_whole(target: Path, content: bytes, *, force: bool = False) -> None:
         if handle >= 0:
             with suppress(OSError):
                 partial.unlink()
-            os.close(handle)
+            with suppress(OSError):  # what was written is on disk, or else an error is raised already
+                os.close(handle)
 
 
 def _made_file(target: Path) -> tuple[Path, int]:

@@ -72,6 +72,8 @@ def _made(run: Path, target: Path) -> tuple[Path, int]:
         except FileNotFoundError:
             continue
         except OSError as error:
+            with suppress(OSError):
+                target.parent.rmdir()
             text = f"{target.parent}: {error.strerror}; nothing can be pinned"
             raise CannotWrite(text, hint="Run without --pin.") from error
         if lock is not None:

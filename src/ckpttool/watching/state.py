@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
@@ -78,7 +79,8 @@ class State:
         self._release()
 
     def _release(self) -> None:
-        os.close(self._lock)
+        with suppress(OSError):  # it is closed all the same, and nothing was written there
+            os.close(self._lock)
         self._lock = -1
 
     def put(self, name: str, entry: Entry) -> None:
