@@ -41,7 +41,7 @@ LONGEST = 60.0
 
 HUNG = 124
 
-_TEMPORARY = re.compile(r"(\.partial-|\.replaced-)\w{8}")
+_TEMPORARY = re.compile(r"(\.partial-|\.replaced-|\.ckpttool-(?:pins|removing)/[^/ ]*-)\w{8}")
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.campaign.acting import following
 from tests.campaign.children import USUAL, Child, Die, End, Fail, Habits, Hook, Kind, Log, Slow, start
 from tests.campaign.outcomes import Outcome, Outcomes
-from tests.campaign.subjects import UNWRITTEN, Export, Subject, exports, migrations
+from tests.campaign.subjects import UNWRITTEN, Export, Migration, Subject, exports, migrations
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.EPERM)
 
@@ -49,6 +50,9 @@ STOPPED: Mapping[int, Collection[int]] = {
     signal.SIGHUP: {0, 129},
 }
 """Signals, and how a command that is sent one may end, unless it is killed: it may have been done before."""
+
+TIDYING = ("unlink", "rmdir", "fsync run")
+"""Calls without which nothing is removed: a step that is deleted has to have its new name on disk before."""
 
 UNREADABLE = frozenset({0, 3, 4, 6})
 """Exit codes of a command whose source cannot be read; a migration copies inside the kernel, and cannot tell."""
@@ -131,10 +135,10 @@ def named_steps(labels: Sequence[str]) -> dict[str, Step]:
 
 
 def steps_of(ground: Ground, subject: Subject) -> dict[str, Step]:
-    """Return the named steps of a subject; a migration names its own."""
+    """Return the named steps of a subject; a migration names its own, of others every call is one."""
     if isinstance(subject, Export):
         return named_steps(ground.happens(subject))
-    labels = ground.happens(subject, "step")
+    labels = ground.happens(subject, "step" if isinstance(subject, Migration) else "write")
     return {f"{at} {label}": (label, labels[:at].count(label)) for at, label in enumerate(labels, 1)}
 
 
@@ -171,7 +175,7 @@ def at_moment(ground: Ground, subject: Subject, moment: float, number: signal.Si
 def failing(ground: Ground, subject: Subject, at: int, label: str, code: int, *, lasting: bool = False) -> End:
     """Let the call of a number fail, or all from there on."""
     why = f"{errno.errorcode[code]} at call {at}{' and after' if lasting else ''}: {label}"
-    ground.tidies = not lasting and not label.startswith(("unlink", "rmdir"))
+    ground.tidies = not lasting and not label.startswith(TIDYING)
     end = ground.play(subject, why, [Fail(at, code, lasting)])
     ground.tidies = True
     return end
@@ -179,7 +183,7 @@ def failing(ground: Ground, subject: Subject, at: int, label: str, code: int, *,
 
 def unreadable(ground: Ground, subject: Subject, at: int, label: str) -> End:
     """Let the read of a number fail, of sources too."""
-    ground.tidies, ground.watched = "partial-" not in label, ground.folder.parent
+    ground.tidies, ground.watched = re.search(r"partial-|\.ckpttool-", label) is None, ground.folder.parent
     end = ground.play(subject, f"EIO at read {at}: {label}", [Fail(at, errno.EIO, kind="read")], UNREADABLE)
     ground.tidies, ground.watched = True, None
     return end
@@ -194,9 +198,10 @@ def reads_of(ground: Ground, subject: Subject) -> list[str]:
 
 
 def grounds(folder: Path) -> tuple[Ground, list[Export], list[Subject]]:
-    """Return a place for attempts, commands that make a directory, and migrations."""
+    """Return a place for attempts, commands that make a directory, and others: migrations, a watch."""
     (folder / "trials").mkdir(parents=True)
-    return Ground(folder / "trials"), exports(folder / "exports"), [*migrations(folder / "migrations")]
+    others: list[Subject] = [*migrations(folder / "migrations"), following(folder / "following")]
+    return Ground(folder / "trials"), exports(folder / "exports"), others
 
 
 @dataclass
