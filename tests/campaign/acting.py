@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ckpttool.layout import TRACKER
@@ -59,7 +60,7 @@ class Following:
     def wrong(self, here: Path, end: End, codes: Collection[int] = UNWRITTEN) -> Iterator[str]:
         lines = log(here)
         for number in STEPS:
-            state = self._step(here, number)
+            state = self.step(here, number)
             if state == "mixed":
                 yield f"step {number} is neither whole nor gone"
             if state == "gone" and (number == STEPS[-1] or not any(("end", f"{number}") == line[:2] for line in lines)):
@@ -72,7 +73,8 @@ class Following:
         if end.code == 0 and done is ("waits for" in end.text):
             yield f"it does not say what is done: {lines}, {end.text}"
 
-    def _step(self, here: Path, number: int) -> str:
+    def step(self, here: Path, number: int) -> str:
+        """What is left of a step: whole, gone, or a mixture that may not be."""
         path = here / "run" / f"global_step_{number}"
         if not path.exists():
             return "gone"
@@ -81,6 +83,15 @@ class Following:
     @property
     def _as_it_was(self) -> Content:
         return {f"actor/{name}": value for name, value in content(self.role).items()}
+
+    @cached_property
+    def merged(self) -> Content:
+        """What ``merge-fsdp`` makes of a step."""
+        here = self.role.with_name("merged")
+        here.mkdir()
+        end = run(["merge-fsdp", self.role, "-o", here / "out"], here, here / "text")
+        assert end.code == 0, end.text
+        return content(here / "out")
 
     def left(self, here: Path) -> list[str]:
         names = (".ckpttool-pins", ".ckpttool-removing")
@@ -100,8 +111,8 @@ class Following:
             wanted = {"done": {"1"}, "running": {"1", "2"}}.get(done.get(number, ""), {"1"})
             if not attempts or not set(attempts) <= wanted or (done.get(number) == "running" and "2" not in attempts):
                 yield f"step {number} was acted on in attempts {attempts}, recorded as {done.get(number)} ({before})"
-        if [self._step(here, number) for number in STEPS] != ["gone", "whole"]:
-            yield f"after the next run, steps are {[self._step(here, number) for number in STEPS]}: {end.text}"
+        if [self.step(here, number) for number in STEPS] != ["gone", "whole"]:
+            yield f"after the next run, steps are {[self.step(here, number) for number in STEPS]}: {end.text}"
         if left := self.left(here):
             yield f"the next run left {left}"
 

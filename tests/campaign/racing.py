@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.campaign import rivals
+from tests.campaign.acting import Following
 from tests.campaign.children import Child, End, Slow, held, run, start
 from tests.campaign.killed import grounds
 from tests.campaign.outcomes import Outcome, Outcomes
@@ -110,12 +112,13 @@ def two_migrations(folder: Path, first: Migration, second: Migration, at: int) -
 
 @dataclass(frozen=True)
 class Field:
-    """All that races: readers with the moments of their reads, migrations, and commands on one destination."""
+    """All that races: readers with the moments of their reads, migrations, commands on one destination, watches."""
 
     folder: Path
     readings: Mapping[Reading, range]
     migrations: Mapping[Migration, int]
     exports: Mapping[Export, int]
+    watches: Mapping[Following, int]
 
     @property
     def old(self) -> Path:
@@ -126,12 +129,13 @@ class Field:
 
 def field(folder: Path) -> Field:
     """Return all of them below a folder, with how many moments there are."""
-    ground, making, migrating = grounds(folder)
+    ground, making, others = grounds(folder)
     return Field(
         ground.folder,
         {reading: reading.moments(ground.folder) for reading in readings(folder / "readings")},
-        {migration: len(ground.happens(migration)) for migration in migrating if isinstance(migration, Migration)},
+        {migration: len(ground.happens(migration)) for migration in others if isinstance(migration, Migration)},
         {export: len(ground.happens(export)) for export in making},
+        {watch: len(ground.happens(watch)) for watch in others if isinstance(watch, Following)},
     )
 
 
@@ -150,7 +154,7 @@ Attempt = tuple[str, str, str, list[str]]
 
 
 def _attempt(ground: Field, rng: random.Random) -> Attempt:
-    attempts = (_reading, _reading, _copied, _migrations, _exports, _exports)
+    attempts = (_reading, _reading, _copied, _migrations, _exports, _exports, _watches, _watches)
     return rng.choice(attempts)(ground, rng)
 
 
@@ -185,3 +189,21 @@ def _exports(ground: Field, rng: random.Random) -> Attempt:
         ends, wrong = at_once(ground.folder, runners, rng, old)
     came_to = f"exit {ends[0][1].code} and {ends[1][1].code}"
     return f"{one.name} and {two.name}", came_to, f"at write {at}" if at else "at once", wrong
+
+
+def _watches(ground: Field, rng: random.Random) -> Attempt:
+    watch = rng.choice(list(ground.watches))
+    at = rng.randrange(2, ground.watches[watch]) + 1
+    what = rng.choice(("one state", "two states", "merge", "migrate"))
+    if what == "one state":
+        return "watch and watch", "exit 0 and 6", f"at write {at}", rivals.one_state(ground.folder, watch, at)
+    if what == "two states":
+        told, wrong = rivals.two_states(ground.folder, watch, at)
+        return "watch and watch", ", ".join(sorted(told)), f"at write {at}", wrong
+    first = rng.choice(("watch", what))
+    if what == "merge":
+        end, other, wrong = rivals.beside_merge(ground.folder, watch, at, first=first)
+    else:
+        (v1,) = {migration.v1 for migration in ground.migrations}
+        end, other, wrong = rivals.beside_migrate(ground.folder, v1, at, first=first)
+    return f"watch and {what}", f"exit {end.code} and {other.code}", f"{first} at {at}", wrong
