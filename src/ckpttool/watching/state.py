@@ -7,6 +7,7 @@ the watch is killed is done again: at least once, never not at all. Whoever has 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -79,6 +80,8 @@ class State:
         self._release()
 
     def _release(self) -> None:
+        with suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile would go on to hold it
         with suppress(OSError):  # it is closed all the same, and nothing was written there
             os.close(self._lock)
         self._lock = -1
