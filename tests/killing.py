@@ -15,6 +15,7 @@ from ckpttool import converting, merging
 from ckpttool.converting import convert
 from ckpttool.merging import merge
 from ckpttool.migration import Options, migrate
+from ckpttool.watching import Settings, Watcher
 from ckpttool.watching.pins import pinned
 from ckpttool.watching.retention import Step, carry_out, clear_removed, plan, protected
 
@@ -42,7 +43,7 @@ KILLED = 9
 PIECE = 1000
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.killing", "tests.campaign.children"])
+_SERVER.set_forkserver_preload(["tests.killing", "tests.watched", "tests.campaign.children"])
 
 
 def killed(role: Path, options: dict[str, Any], at: int, *, before: bool) -> bool:
@@ -68,6 +69,11 @@ def pin_killed(run: Path, name: str, at: int, *, before: bool) -> bool:
 def prune_killed(run: Path, steps: list[Step], at: int, *, before: bool) -> bool:
     """The same for the deletion of all steps but the newest, and the end of one that was begun before."""
     return ended(_prune, (str(run), steps), at, before=before)
+
+
+def watch_killed(run: Path, log: Path, at: int) -> bool:
+    """The same for a watch that looks once, pins and records."""
+    return ended(watch_once, (str(run), str(log)), at, before=False)
 
 
 def ended(job: Callable[..., None], arguments: tuple[Any, ...], at: int, *, before: bool) -> bool:
@@ -110,6 +116,14 @@ def _prune(run: str, steps: list[Step]) -> None:
     clear_removed(Path(run))
     for _ in carry_out(Path(run), plan(Path(run), steps, 1, None, protected(Path(run)))):
         pass
+
+
+def watch_once(run: str, log: str) -> None:
+    """Watch a run whose checkpoints are finished, with a recorder that is told of a log."""
+    settings = Settings(callbacks=("tests.watched:Recorder",), callback_config={"log": log}, pin=True)
+    with Watcher(Path(run), settings) as watcher:
+        for _ in watcher.watch(once=True):
+            pass
 
 
 def _run(job: Callable[..., None], arguments: tuple[Any, ...], at: int, before: bool) -> None:

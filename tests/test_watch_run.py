@@ -221,7 +221,7 @@ def test_killed_at_any_moment_it_misses_nothing(stage: Stage, save: Save) -> Non
     for moment in stage.all("fired"):
         assert moment["files"] == truth[moment["name"]]
         attempts.setdefault(moment["name"], []).append(moment["attempt"])
-    assert all(numbers == sorted(set(numbers)) for numbers in attempts.values())
+    assert all(len(numbers) == len(set(numbers)) for numbers in attempts.values())
     fired = len(stage.all("fired"))
     assert ended(stage.watch("--once"))[0] == 0
     assert len(stage.all("fired")) == fired

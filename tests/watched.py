@@ -81,13 +81,14 @@ class World:
 
     def train(self, acts: list[Act]) -> World:
         """Perform acts while nobody watches."""
-        self._begin(acts)
+        self.begin(acts)
         while not self._ended:
             self.now += 1
             self.go_on()
         return self
 
-    def _begin(self, acts: list[Act]) -> None:
+    def begin(self, acts: list[Act]) -> None:
+        """Begin to perform acts; nothing is done before somebody pauses."""
         self.trainer, self._ended, self._idle, self._pauses = perform(self.run, acts), False, 0, 0
 
     def settings(self, settings: Settings) -> Settings:
@@ -97,7 +98,7 @@ class World:
 
     def watch(self, acts: list[Act] | None = None, settings: Settings | None = None, **options: Any) -> World:
         """Watch while acts are performed, until the trainer has ended and the watch has looked a few times more."""
-        self._begin(acts or [])
+        self.begin(acts or [])
         made = self.settings(settings or Settings())
         try:
             with Watcher(self.run, made, clock=lambda: self.now, sleep=self.sleep) as watcher:
