@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ckpttool.callbacks import CheckpointCallback, CheckpointEvent
-from ckpttool.errors import BrokenCheckpoint, NotACheckpoint
+from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint
 from ckpttool.watching import Settings, Watcher
+from ckpttool.wholefile import write_whole
 from tests.conftest import Call
 from tests.killing import watch_killed, watch_once
 from tests.producers import PRODUCERS
@@ -246,22 +247,50 @@ def test_killed_at_any_call_it_misses_nothing_and_repeats_what_it_has_not_record
 # A disk that is full
 
 
+def test_a_state_that_cannot_be_written_at_some_moment_costs_a_repetition_at_most(
+    trained: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An action that is done and cannot be recorded is done again; nothing else is."""
+    left = [0]
+
+    def written(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise CannotWrite("state: no space left on device")
+        return write_whole(*arguments, **options)
+
+    monkeypatch.setattr("ckpttool.watching.state.write_whole", written)
+    for at in range(1, 100):
+        left[0] = at
+        trained.log.unlink(missing_ok=True)
+        (trained.run / ".ckpttool-watch.json").unlink(missing_ok=True)
+        try:
+            trained.watch(once=True)
+        except CannotWrite:
+            trained.watch(once=True)
+        else:
+            break
+        assert len(set(trained.fired)) == 6
+        assert len(trained.fired) == (7 if at % 3 == 2 else 6)
+    assert at == 6 * 3 + 1
+
+
 def test_a_state_that_cannot_be_written_ends_it_before_anything_is_done(
     ckpttool: Ckpttool, trained: World, words: list[str], disk: Callable[[str], Path]
 ) -> None:
-    state = disk("size=16k") / "state.json"
-    filler = state.with_name("filler")
-    with filler.open("wb", buffering=0) as file:
+    file = disk("size=16k") / "state.json"
+    filler = file.with_name("filler")
+    with filler.open("wb", buffering=0) as full:
         while True:
             try:
-                file.write(bytes(512))
+                full.write(bytes(512))
             except OSError:
                 break
-    call = ckpttool(*words, "--state", state)
+    call = ckpttool(*words, "--state", file)
     assert call.code == 6
     assert "state.json" in call.err
     assert trained.fired == []
     filler.unlink()
-    assert ckpttool(*words, "--state", state).code == 0
+    assert ckpttool(*words, "--state", file).code == 0
     assert len(trained.fired) == 6
-    assert {path.name for path in state.parent.iterdir()} == {"state.json", "state.json.lock"}
+    assert {path.name for path in file.parent.iterdir()} == {"state.json", "state.json.lock"}
