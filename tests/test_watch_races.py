@@ -131,7 +131,7 @@ def test_what_is_pinned_is_whole_whatever_the_trainer_deletes(
             *save(10, lives[0]),
             *(act for step in (20, 30) for act in [*save(step, lives[0]), *pruned(producer, step - 10, lives[0])]),
         ],
-        Settings(pin=True),
+        Settings(pin=True, roles=tuple(filter(None, lives[0]))),
     )
     truth = {name: files for m in world.moments if m["what"] == "finished" for name, files in m["files"].items()}
     for moment in world.acted:
