@@ -108,6 +108,23 @@ def test_a_step_that_is_saved_again_in_place_is_acted_on_again(world: World, sav
 
 
 @of_all(*SIGNED)
+@pytest.mark.parametrize("changes", [2, 3, 7])
+def test_a_step_that_is_saved_twice_in_a_row_is_acted_on_whole(world: World, save: Saves, changes: int) -> None:
+    """As at the end of training: the second save begins a second after the first one's signal, over its files."""
+    world.changes = changes
+    world.watch([*save(10), *save(20), *save(20, 1)])
+    truths: dict[str, list[dict[str, str]]] = {}
+    for moment in world.moments:
+        for name, files in moment["files"].items() if moment["what"] == "finished" else ():
+            truths.setdefault(name, []).append(files)
+    for moment in world.acted:
+        assert moment["files"] in truths[moment["name"]]
+    assert {moment["name"]: moment["files"] for moment in world.acted} == {
+        name: all_[-1] for name, all_ in truths.items()
+    }
+
+
+@of_all(*SIGNED)
 def test_a_step_that_is_saved_again_while_nobody_watches_is_acted_on_again(world: World, save: Saves) -> None:
     world.watch([*save(10), *save(20)]).check()
     world.train([later(), *save(20, 1), later()]).watch(once=True).check()

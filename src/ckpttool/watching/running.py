@@ -303,10 +303,10 @@ def _needs_a_second_look(look: _Look, now: float) -> bool:
 
 
 def _may_be_settled(candidate: Candidate, sign: Sign, now: float) -> bool:
-    """Tell whether nothing was written for long to a checkpoint that has no sign, or one that is older than it."""
+    """Tell whether a sign that is a little older than the data, or old or absent for long, may do at a second look."""
     newest = candidate.extent.newest
-    older = sign.given and sign.at is not None and sign.at < newest - SLACK
-    return (sign.absent or older) and now - newest > SETTLED
+    behind = newest - sign.at if sign.given and sign.at is not None else 0.0
+    return 0 < behind <= SLACK or ((sign.absent or behind > 0) and now - newest > SETTLED)
 
 
 def check_run(run: Path) -> None:

@@ -196,14 +196,15 @@ def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, an
     ``newest`` is when its data were written last (0: there are none), ``unchanged`` whether nothing in it has changed
     since the last look. Where an earlier save of it was finished, ``anew`` is when this one wrote a file that each save
     writes: a sign has to be newer, for what a trainer leaves that dies half way may be whole by its structure, and half
-    of each save. It need not be newer than all data: other ranks may write a little after the one that gives it.
+    of each save. It need not be newer than all data: other ranks may write a little after the one that gives it, but
+    when it is looked at again that has to be over.
     """
     if sign is None:
         return "" if unchanged else "a second look: its trainer gives no sign that is known"
     settled = unchanged and 0 < newest < now - SETTLED
     if not sign.given:
         return "" if sign.absent and settled else f"{sign.what}, which {sign.said}" if sign.said else sign.what
-    in_time = sign.at is None or (sign.at >= newest - SLACK and (anew is None or sign.at >= anew))
-    if in_time or (settled and anew is None):
+    oldest = max(newest - (SLACK if unchanged else 0), anew or 0)
+    if sign.at is None or sign.at >= oldest or (settled and anew is None):
         return ""
     return f"{sign.what}, which is older than its data, or {SETTLED / 60:.0f} minutes without a change"
