@@ -48,10 +48,12 @@ class World:
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, and the trainer work."""
-        self.now += seconds
         self._pauses += 1
-        for _ in range(self.changes if self._pauses % self.looks == 0 else 0):
+        changes = self.changes if self._pauses % self.looks == 0 else 0
+        for _ in range(changes):
+            self.now += seconds / changes
             self.go_on()
+        self.now += 0 if changes else seconds
         self._idle += self._ended
         if self._idle > 4:
             raise Over
