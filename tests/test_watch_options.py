@@ -82,6 +82,13 @@ def test_since_and_roles_choose(ckpttool: Ckpttool, trained: World, words: list[
     check([moment for moment in trained.moments if moment["what"] != "began"])
 
 
+def test_steps_are_numbers(ckpttool: Ckpttool, world: World, save: Save, words: list[str]) -> None:
+    """As names, 100 comes before 20, and 20 before 3."""
+    world.train([*save(3), *save(20), *save(100), later()])
+    assert ckpttool(*words, "--role", "actor").code == 0
+    assert [moment["step"] for moment in world.acted] == [3, 20, 100]
+
+
 def test_once_says_what_is_not_finished(ckpttool: Ckpttool, world: World, save: Save, words: list[str]) -> None:
     world.train([*save(10), *save(20)[:-2]])
     call = ckpttool(*words, "--json")

@@ -141,6 +141,21 @@ def test_what_is_pinned_is_whole_whatever_the_trainer_deletes(
     assert not (world.run / ".ckpttool-pins").exists()
 
 
+@OF_ALL
+@pytest.mark.parametrize("every", [2, 9])
+def test_retention_deletes_nothing_that_is_written_or_yet_to_be_acted_on(
+    world: Racing, producer: str, lives: Lives, every: int
+) -> None:
+    """Every step is acted on whole, and the newest stays; the trainer does not lose a directory that it writes to."""
+    world.every = every
+    save = PRODUCERS[producer]
+    acts = [act for step in (10, 20, 30, 40) for act in save(step, lives[step // 10 % 2])]
+    names = world.watch(acts, Settings(keep_last=1, yes=True)).check()
+    world.watch(once=True, settings=Settings(keep_last=1, yes=True))
+    assert [name for name in names if (world.run / name).exists()] == [name for name in names if "40" in name]
+    assert not any(path.name.startswith(".ckpttool-rem") for path in world.run.iterdir())
+
+
 def pruned(producer: str, step: int, roles: dict[str, Path]) -> list[Act]:
     """What the trainer does to a step that it keeps no longer: verl deletes roles, others the step."""
     folder = {
