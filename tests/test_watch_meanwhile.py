@@ -63,4 +63,4 @@ def test_a_copy_whose_tracker_is_older_is_acted_on_by_one_call(run: Path, minute
     slept: list[float] = []
     with Watcher(run, Settings(exec=("true",)), sleep=slept.append) as watcher:
         told = [notice.what for notice in watcher.watch(once=True)]
-    assert (told.count("done"), slept) == (fired, [30.0] if fired else [])
+    assert (told.count("done"), slept) == (fired, [1.0] if fired else [])

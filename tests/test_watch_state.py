@@ -71,9 +71,9 @@ def test_a_second_watch_is_kept_out_until_the_first_ends(path: Path) -> None:
 
 def test_a_process_that_was_forked_does_not_keep_the_next_watch_out(path: Path) -> None:
     """As trainers fork workers of their data loaders, which have a copy of every handle."""
-    with State(path) as state:
+    with opened(path) as state:
         copy = os.dup(state._lock)
-    with State(path):
+    with opened(path):
         os.close(copy)
 
 

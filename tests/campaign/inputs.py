@@ -33,8 +33,8 @@ READING: tuple[Command, ...] = (
     ("diff", "{sound}", "{}", "--json", "--all", "--trust-crc"),
     ("verify", "{}", "--json"),
     ("verify", "{}", "--values"),
-    ("watch", "{run}", "--once", "--exec", "touch {fired}/{{step}}-{{role}}"),
-    ("watch", "{run}", "--once", "--exec", "touch {fired}/{{step}}-{{role}}", "--json", "--pin"),
+    ("watch", "{run}", "--once", "--interval", "10ms", "--exec", "touch {fired}/{{step}}-{{role}}"),
+    ("watch", "{run}", "--once", "--interval", "10ms", "--exec", "touch {fired}/{{step}}-{{role}}", "--json", "--pin"),
 )
 MERGE: Command = ("merge-fsdp", "{}", "-o", "{out}")
 TO_HF: Command = ("to-hf", "{}", "-o", "{out}")

@@ -189,7 +189,8 @@ def _attempt(name: str, strange: Strange, room: Path, *, is_root: bool) -> Outco
         else ["--shell", "--exec", LINE.format(fired=room / "fired")]
     )
     with contextlib.nullcontext() if is_root else broken.nobody(), _inside(room):
-        done = broken.tried(["watch", str(room / "run"), "--once", "--keep-last", "9", "--yes", *action])
+        how = ("--once", "--interval", "10ms", "--keep-last", "9", "--yes")
+        done = broken.tried(["watch", str(room / "run"), *how, *action])
     after = _entries(room)
     acted = (room / "fired" / f"{SOUND}").exists()
     wrong = [f"exit code {done.code}"] * (done.code != 0)

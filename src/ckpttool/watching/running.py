@@ -19,7 +19,7 @@ from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
 from ckpttool.watching.scanning import Candidate, Scan, is_changed, is_rewritten, roles_of, scan, steps_of
 from ckpttool.watching.settings import Settings
-from ckpttool.watching.signs import SETTLED, SLACK, Sign, awaited
+from ckpttool.watching.signs import SETTLED, SLACK, awaited
 from ckpttool.watching.state import NAME, State
 from ckpttool.watching.waiting import Outlook
 
@@ -107,14 +107,15 @@ class Watcher:
             yield from self._pruner.prune(since)
             quiet_since = self._clock() if look.fired else quiet_since
             status = self._outlook.look(look.seen.candidates, look.missing, self._clock())
-            if once and (looks > 1 or not _needs_a_second_look(look, self._clock())):
+            pause = _second_look(look, self._clock(), self._settings.interval) if once else self._settings.interval
+            if once and (looks > 1 or not pause):
                 yield self._stopped("that was one look", look)
                 return
             if timeout is not None and self._clock() - quiet_since >= timeout:
                 yield self._stopped(f"nothing was finished for {timeout:g} s", look)
                 return
             waiting(status)
-            self._sleep(self._settings.interval)
+            self._sleep(pause)
 
     def act_on(self, step: int, *, patience: float | None) -> Iterator[Notice]:
         """Act on every checkpoint of one step when it is finished, and return; an action that fails ends it.
@@ -156,6 +157,8 @@ class Watcher:
                 look.fired = look.fired or not why
             if why:
                 look.missing[candidate.name] = why
+            if why and _is_behind(candidate):
+                break  # the next look tells, and later steps come after it
             if self.failures and not self._settings.keep_going:
                 break
         return look
@@ -296,17 +299,29 @@ def _is_gone(path: Path) -> bool:
     return False
 
 
-def _needs_a_second_look(look: _Look, now: float) -> bool:
-    """Tell whether something is not finished by a sign that could be looked for, so that two looks have to tell."""
-    missing = (candidate for candidate in look.seen.candidates if candidate.name in look.missing)
-    return any(candidate.sign is None or _may_be_settled(candidate, candidate.sign, now) for candidate in missing)
+def _second_look(look: _Look, now: float, interval: float) -> float:
+    """Return after how long a second look may tell that something is finished; 0 where it would tell nothing."""
+    missing = [candidate for candidate in look.seen.candidates if candidate.name in look.missing]
+    if any(candidate.sign is None for candidate in missing):
+        return interval
+    settled = any(_is_behind(candidate) or _may_be_settled(candidate, now) for candidate in missing)
+    return min(SLACK, interval) if settled else 0.0
 
 
-def _may_be_settled(candidate: Candidate, sign: Sign, now: float) -> bool:
-    """Tell whether a sign that is a little older than the data, or old or absent for long, may do at a second look."""
-    newest = candidate.extent.newest
-    behind = newest - sign.at if sign.given and sign.at is not None else 0.0
-    return 0 < behind <= SLACK or ((sign.absent or behind > 0) and now - newest > SETTLED)
+def _is_behind(candidate: Candidate) -> bool:
+    """Tell whether the sign of a checkpoint is a little older than its data: what a second look is for."""
+    return 0 < _behind(candidate) <= SLACK
+
+
+def _behind(candidate: Candidate) -> float:
+    sign = candidate.sign
+    return candidate.extent.newest - sign.at if sign is not None and sign.given and sign.at is not None else 0.0
+
+
+def _may_be_settled(candidate: Candidate, now: float) -> bool:
+    """Tell whether nothing was written for long to a checkpoint without a sign, or with one that is older than it."""
+    absent = candidate.sign is not None and candidate.sign.absent
+    return (absent or _behind(candidate) > 0) and now - candidate.extent.newest > SETTLED
 
 
 def check_run(run: Path) -> None:
