@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,32 +39,44 @@ WHOLE = ("complete", "not opened", "no weights")
 def as_run(room: Path, base: Path) -> Iterator[None]:
     """Have ``room/in`` as a step of ``room/run`` for a while; ``base`` is the same undamaged, for the step after it."""
     name, kind = base.name, base.name.partition(" ")[0]
-    run = room / "run"
+    if name in ("run", "role v2"):
+        with placed(room, "", base, ""):
+            yield
+    else:
+        with placed(room, _step(kind, name, STEP), base, _step(kind, name, SOUND)):
+            yield
+
+
+@contextmanager
+def placed(room: Path, place: str, base: Path, after: str) -> Iterator[None]:
+    """Move ``room/in`` to a place in ``room/run`` for a while, and copy ``base`` to the place of a step ``after`` it.
+
+    The signs are given for both.
+    """
+    run, step = room / "run", room / "run" / place
     (room / FIRED).mkdir()
-    place = run if name in ("run", "role v2") else run / _step(kind, name, STEP)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    (room / "in").rename(place)
-    if place != run:
-        _complete(run, place, base, kind)
+    step.parent.mkdir(parents=True, exist_ok=True)
+    (room / "in").rename(step)
+    if place:
+        shutil.copytree(base, run / after)
+        _complete(run, (step, run / after))
     _give_again(run)
     try:
         yield
     finally:
-        for state in KEPT if place == run else ():
+        for state in () if place else KEPT:
             (run / state).unlink(missing_ok=True)
-        place.rename(room / "in")
+        step.rename(room / "in")
         shutil.rmtree(room / FIRED)
         shutil.rmtree(run, ignore_errors=True)
 
 
-def _complete(run: Path, place: Path, base: Path, kind: str) -> None:
-    """Put a sound step beside the damaged one, and give the signs."""
-    sound = run / _step(kind, base.name, SOUND)
-    shutil.copytree(base, sound)
-    for step, number in ((place, STEP), (sound, SOUND)):
+def _complete(run: Path, steps: Iterable[Path]) -> None:
+    """Write the signs that are no part of a checkpoint."""
+    for step in steps:
         if step.name.startswith("checkpoint-") and not os.path.lexists(step / STATE_OF_TRAINER):
-            (step / STATE_OF_TRAINER).write_text(json.dumps({"global_step": number}))
-    if kind in ("fsdp", "lora", "megatron", "role"):
+            (step / STATE_OF_TRAINER).write_text(json.dumps({"global_step": STEP}))
+    if not any(step.name.startswith(("checkpoint-", "step-")) for step in steps):
         (run / TRACKER).write_text(f"{SOUND}")
 
 

@@ -18,15 +18,17 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import typer.main
 
 from ckpttool import cli
+from tests.campaign import followed
 from tests.campaign.outcomes import Outcome, Outcomes
 from tests.campaign.payloads import Payload, goes_off, payloads, script
-from tests.campaign.places import PLACES, Command
+from tests.campaign.places import DEMO, PLACES, WATCH, Command, Place
 from tests.campaign.watching import Watch, forget, held, peak
 
 SECONDS = 30
@@ -34,6 +36,8 @@ SECONDS = 30
 
 MEMORY = 300 << 20
 """Bytes by which the process may grow over one command."""
+
+SOUND = DEMO / "fsdp"
 
 UNSEEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 """What moves a cursor, hides or turns text around."""
@@ -90,8 +94,11 @@ def attempt(case: Case, table: dict[str, Payload], folder: Path, watch: Watch, m
     shutil.copytree(folder / "bases" / case.place, room / "in")
     place.put(room / "in", place.stream(payload))
     before = fingerprint(room)
-    done = run([word.format(room / "in") for word in case.command], room, watch)
-    wrong = []
+    wrong: list[str] = []
+    with followed_by_sound(room, case.command):
+        done = run(line_of(case.command, room), room, watch)
+        if case.command == WATCH:
+            wrong += _of_watch(place, payload, done.said, room)
     if done.code not in place.allowed(payload, case.command):
         wrong.append(f"exit code {done.code}")
     if done.code not in (0, place.sound) and not any(name in done.said for name in place.names):
@@ -107,6 +114,30 @@ def attempt(case: Case, table: dict[str, Payload], folder: Path, watch: Watch, m
     shutil.rmtree(room)
     marker.unlink(missing_ok=True)
     return done.code, f"{case}: {', '.join(wrong)}: {done.said[:500]}" if wrong else ""
+
+
+def line_of(command: Command, room: Path) -> list[str]:
+    """The words of a command line."""
+    return [word.format(room / "in", run=room / "run") for word in command]
+
+
+def followed_by_sound(room: Path, command: Command) -> contextlib.AbstractContextManager[None]:
+    """Have the checkpoint as a step of a run with a sound one after it, where a command takes a run."""
+    if command != WATCH:
+        return contextlib.nullcontext()
+    return followed.placed(room, f"global_step_{followed.STEP}/actor", SOUND, f"global_step_{followed.SOUND}/actor")
+
+
+def _of_watch(place: Place, payload: Payload, said: str, room: Path) -> Iterator[str]:
+    """Say where a watch has not acted on the steps that are whole, or on others."""
+    fired = {int(path.name) for path in (room / followed.FIRED).iterdir()}
+    wanted = {followed.SOUND, *([followed.STEP] if place.fires(payload) else [])}
+    if left := {path.name for path in (room / "run").iterdir() if path.name[0] == "."} - set(followed.KEPT):
+        yield f"has left {left}"
+    if fired != wanted:
+        yield f"acted on {fired}, not on {wanted}"
+    if followed.STEP not in wanted and not any(name in said for name in place.names):
+        yield "does not name the file"
 
 
 def run(line: list[str], room: Path, watch: Watch) -> Tried:
@@ -150,7 +181,8 @@ def confine(folder: Path, marker: Path) -> Watch:
                 shutil.copytree(folder / "bases" / name, folder / "warm" / "in")
                 if payload is not None:
                     place.put(folder / "warm" / "in", place.stream(payload))
-                cli.main([word.format(folder / "warm" / "in") for word in command])
+                with followed_by_sound(folder / "warm", command):
+                    cli.main(line_of(command, folder / "warm"))
             shutil.rmtree(folder / "warm")
     most = held() + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -30,7 +30,9 @@ TO_HF = ("to-hf", "{}", "-o", "{}.out")
 MIGRATE = ("migrate", "{}", "--mode", "copy")
 DIFF = ("diff", "{}", "{}", "--all")
 VERIFY = ("verify", "{}", "--values")
-BOTH = (DIFF, VERIFY)
+WATCH = ("watch", "{run}", "--once", "--callback", "tests.campaign.noting:Noting")
+ALL = (DIFF, VERIFY, WATCH)
+"""What takes whatever can be opened; a watch is given a run of which it is a step (`followed`)."""
 Command = tuple[str, ...]
 
 
@@ -61,7 +63,7 @@ class Place(NamedTuple):
 
     def allowed(self, payload: Payload, command: Command) -> set[int]:
         """The exit codes that are right."""
-        if command in self.passing:
+        if command in self.passing or command == WATCH:
             return {0}
         wanted = payload.lenient if self.lenient else payload.strict
         if wanted == REFUSED:
@@ -70,6 +72,10 @@ class Place(NamedTuple):
             return {self.sound if command[0] == "to-hf" else 0}
         assert wanted in (BROKEN, READ)
         return {1} if command[0] in ("inspect", "verify") else {4}
+
+    def fires(self, payload: Payload) -> bool:
+        """Tell whether a watch acts on it: on what ``inspect`` calls whole, and on nothing else."""
+        return self.allowed(payload, INSPECT) == {0}
 
 
 # Checkpoints
@@ -209,40 +215,40 @@ LIKE, BASE = (*MERGE, "--like", "{}/like"), ("to-hf", "{}/role", "-o", "{}.out",
 FUSE = ("merge-fsdp", "{}", "-o", "{}.out", "--lora", "adapter")
 
 PLACES: dict[str, Place] = {
-    "shard": Place((SHARD, "rank 1"), fsdp, archived(SHARD), (INSPECT, MERGE, *BOTH)),
-    "adapter shard": Place((SHARD, "rank 1"), lora, archived(SHARD), (INSPECT, FUSE, *BOTH)),
+    "shard": Place((SHARD, "rank 1"), fsdp, archived(SHARD), (INSPECT, MERGE, *ALL)),
+    "adapter shard": Place((SHARD, "rank 1"), lora, archived(SHARD), (INSPECT, FUSE, *ALL)),
     "accelerate": Place(
         ("pytorch_model_fsdp_0_rank2.bin", "rank 2"),
         *(
             accelerate,
             archived("pytorch_model_fsdp_0_rank2.bin"),
-            (INSPECT, (*MERGE, "--hf-config", "{}/huggingface"), *BOTH),
+            (INSPECT, (*MERGE, "--hf-config", "{}/huggingface"), *ALL),
         ),
     ),
-    "optimizer shard": Place((), fsdp_with("optim", OPTIM), archived(OPTIM.format(1)), (), (INSPECT, MERGE, *BOTH)),
-    "random state": Place((), fsdp_with("extra", EXTRA), archived(EXTRA.format(1)), (), (INSPECT, MERGE, *BOTH)),
+    "optimizer shard": Place((), fsdp_with("optim", OPTIM), archived(OPTIM.format(1)), (), (INSPECT, MERGE, *ALL)),
+    "random state": Place((), fsdp_with("extra", EXTRA), archived(EXTRA.format(1)), (), (INSPECT, MERGE, *ALL)),
     "index": Place(
         (".metadata",),
-        *(megatron, whole("dist_ckpt/.metadata"), (INSPECT, TO_HF, MIGRATE, *BOTH), (), _index()),
+        *(megatron, whole("dist_ckpt/.metadata"), (INSPECT, TO_HF, MIGRATE, *ALL), (), _index()),
         lenient=True,
     ),
     "common.pt": Place(
         ("common.pt",),
-        *(megatron, archived("dist_ckpt/common.pt"), (INSPECT, TO_HF, MIGRATE, *BOTH), (), (b"}" + text("args"), b"s")),
+        *(megatron, archived("dist_ckpt/common.pt"), (INSPECT, TO_HF, MIGRATE, *ALL), (), (b"}" + text("args"), b"s")),
         lenient=True,
         aside=True,
     ),
     "common state": Place(
         ("common_state",),
-        *(with_common_state, recorded, (INSPECT, TO_HF, *BOTH), (), (b"}" + text("args"), b"s")),
+        *(with_common_state, recorded, (INSPECT, TO_HF, *ALL), (), (b"}" + text("args"), b"s")),
         lenient=True,
         aside=True,
         sound=5,
     ),
     "record": Place(
-        (".distcp",), with_record, recorded, (TO_HF, DIFF), (INSPECT, MIGRATE, ("verify", "{}")), (b"", b"")
+        (".distcp",), with_record, recorded, (TO_HF, DIFF), (INSPECT, MIGRATE, ("verify", "{}"), WATCH), (b"", b"")
     ),
-    "pytorch_model.bin": Place(("pytorch_model.bin",), hub, archived("pytorch_model.bin"), (INSPECT, *BOTH)),
-    "adapter_model.bin": Place(("adapter_model.bin",), hub, archived("adapter_model.bin"), (INSPECT, *BOTH)),
+    "pytorch_model.bin": Place(("pytorch_model.bin",), hub, archived("pytorch_model.bin"), (INSPECT, *ALL)),
+    "adapter_model.bin": Place(("adapter_model.bin",), hub, archived("adapter_model.bin"), (INSPECT, *ALL)),
     "reference": Place(("pytorch_model.bin",), reference, archived("like/pytorch_model.bin"), (LIKE, BASE)),
 }
