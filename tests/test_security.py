@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from ckpttool import cli, opcodes, unpickle
+from ckpttool.callbacks import CheckpointEvent, search_here
 from ckpttool.errors import Refused
 from ckpttool.formats import dcp, jsonfile, safetensorsfile, torchzip
 from ckpttool.render.terminal import clean
+from ckpttool.watching.actions.commands import Exec
 from tests.campaign.payloads import payloads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,3 +59,27 @@ def test_pages_link_to_it_and_its_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#:]*)\)", TEXT)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_a_name_never_becomes_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in words nor in a line for a shell; the child is told the name as it is."""
+    monkeypatch.chdir(tmp_path)
+    name = "$(touch made)`touch made`; touch made 'x\" {step}"
+    event = CheckpointEvent(run="/run", name=name, path=f"/run/{name}", original=f"/run/{name}", step=3, role=name)
+    line = f'printf "%s" {{role}} > {tmp_path}/told; printf "%s" "{{role}}" >> {tmp_path}/told'
+    Exec(line, shell=True).run(event)
+    assert (tmp_path / "told").read_text() == name * 2
+    Exec(
+        f"{sys.executable} -c 'import sys; open(sys.argv[2], \"w\").write(sys.argv[1])' {{role}} {tmp_path}/words"
+    ).run(event)
+    assert (tmp_path / "words").read_text() == name
+    assert not (tmp_path / "made").exists()
+
+
+def test_modules_are_not_searched_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    assert not search_here(tmp_path / "run")
+    assert str(tmp_path / "run") not in sys.path
+    assert "modules are not searched in the run" in TEXT
