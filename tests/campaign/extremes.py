@@ -103,6 +103,7 @@ COMMANDS = (
     ("diff", "{}", "{}", "--json"),
     ("verify", "{}"),
     ("merge-fsdp", "{}", "-o", "{}.out"),
+    ("watch", "{}", "--once", "--interval", "1ms", "--keep-last", "1", "--yes"),
 )
 
 
