@@ -217,12 +217,14 @@ def sources_of(producer: str, fsdp: Path, megatron: Path, data: Path) -> list[di
         case "verl":
             return [{"actor": fsdp / "fsdp2", "critic": fsdp / "critic"}, {"actor": fsdp / "fsdp1", "critic": bare[0]}]
         case "skyrl":
-            return [{"policy": fsdp / "fsdp1", "critic": bare[0]}, {"policy": fsdp / "fsdp2", "critic": bare[1]}]
+            return [{"policy": bare[0], "critic": bare[1]}, {"policy": bare[1], "critic": bare[0]}]
         case "verl-sft" | "unknown":
             return [{"": role} for role in bare]
         case "verl-v1":
             return [{"actor": megatron / "dense-v1"}, {"actor": megatron / "moe-v1"}]
-        case "verl-v2" | "verl-v2-async":
+        case "verl-v2":
+            return [{"actor": megatron / "dense-v2-bridge"}, {"actor": megatron / "dense-v2"}]
+        case "verl-v2-async":
             dense, bridge, moe = (megatron / name for name in ("dense-v2", "dense-v2-bridge", "moe-v2"))
             return [{"actor": dense, "critic": bridge}, {"actor": moe, "critic": dense}]
         case "nemo-rl":

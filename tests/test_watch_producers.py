@@ -14,7 +14,8 @@ from tests.trainer import Act, cut, later, perform, together
 from tests.watched import World
 
 OUT_OF_ORDER = ("verl-v2-async", "megatron-lm", "nemo-rl", "torchtitan", "transformers")
-SIGNED = tuple(name for name in PRODUCERS if name != "unknown")
+SIGNED = tuple(name for name in PRODUCERS if name not in ("unknown", "verl-v2-async"))
+"""Those with a signal; that of a role of verl's layout v2 is the same for both of its trainers."""
 
 
 class Saves(Protocol):
@@ -81,21 +82,19 @@ def test_a_crash_half_way_is_not_acted_on_before_the_step_is_saved_again(
 
 
 @of_all(*SIGNED)
-@pytest.mark.parametrize("part", [0.5, 0.8])
-def test_a_crashed_save_stays_what_it_is_when_training_goes_past_it(world: World, save: Saves, part: float) -> None:
+def test_a_crashed_save_stays_what_it_is_when_training_goes_past_it(world: World, save: Saves) -> None:
     """Begun again from an earlier step, with another number of steps between two saves: the tracker says more."""
     world.changes = 6
-    crashed = cut(save(20), int(changes_before_the_signal(world, save(20)) * part))
+    crashed = cut(save(20), int(changes_before_the_signal(world, save(20)) * 0.8))
     world.watch([*save(10), crashed, later(), *save(30, 1), later(), *save(40)]).check()
     world.watch([later() for _ in range(20)]).check()
 
 
 @of_all(*SIGNED)
-@pytest.mark.parametrize("part", [0.5, 0.8])
-def test_half_of_two_saves_is_nothing_when_training_goes_past_it(world: World, save: Saves, part: float) -> None:
+def test_half_of_two_saves_is_nothing_when_training_goes_past_it(world: World, save: Saves) -> None:
     """The trainer died when it saved a step anew; its tracker said a later step all the time, and says more later."""
     world.changes = 6
-    crashed = cut(save(20, 1), int(changes_before_the_signal(world, save(20, 1)) * part))
+    crashed = cut(save(20, 1), int(changes_before_the_signal(world, save(20, 1)) * 0.5))
     world.watch([*save(10), *save(20), *save(30), later(), crashed, later(), *save(40)]).check()
     world.watch([later() for _ in range(20)]).check()
 
@@ -108,7 +107,7 @@ def test_a_step_that_is_saved_again_in_place_is_acted_on_again(world: World, sav
 
 
 @of_all(*SIGNED)
-@pytest.mark.parametrize("changes", [2, 3, 7])
+@pytest.mark.parametrize("changes", [2, 7])
 def test_a_step_that_is_saved_twice_in_a_row_is_acted_on_whole(world: World, save: Saves, changes: int) -> None:
     """As at the end of training: the second save begins a second after the first one's signal, over its files.
 
