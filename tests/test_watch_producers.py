@@ -125,6 +125,15 @@ def test_a_step_that_is_saved_twice_in_a_row_is_acted_on_whole(world: World, sav
     assert last == {name: saves[-1] for name, saves in truths.items()}
 
 
+@of_all(*SIGNED)
+def test_a_second_save_that_dies_right_after_the_first_is_not_acted_on(world: World, save: Saves) -> None:
+    """What is half of each is hardly newer than the signal, and is looked at for minutes."""
+    world.train([*save(10), *save(20)]).watch(once=True)
+    world.now, world.changes = world.now - 1, 500
+    crashed = cut(save(20, 1), int(changes_before_the_signal(world, save(20, 1)) * 0.8))
+    world.watch([crashed]).check()
+
+
 def data_in(files: dict[str, str]) -> dict[str, str]:
     """What is no small file of a model or a trainer."""
     return {name: content for name, content in files.items() if not name.endswith((".json", ".jinja"))}
