@@ -56,6 +56,7 @@ class Stage:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_hear_control_c,
         )
         self.started.append(process)
         return process
@@ -79,6 +80,11 @@ class Stage:
     def wait_for(self, what: str, count: int = 1) -> None:
         """Wait until something was reported so often."""
         self.wait(lambda: len(self.all(what)) >= count)
+
+
+def _hear_control_c() -> None:
+    """Tests that a shell has begun in the background have it ignored, and hand that down."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
