@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -183,3 +184,16 @@ def test_a_run_that_is_out_of_reach_for_a_while_is_waited_for(run: Path) -> None
         with pytest.raises(NotACheckpoint, match="No such file"):
             list(looks)
     assert len(slept) == 20
+
+
+@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
+def test_what_its_trainer_removes_is_not_acted_on(run: Path, go: Go, kind: str) -> None:
+    """File by file, in any order: what is left of shards when those of the model are gone has no fault."""
+    for path in (run / "global_step_20/actor").glob("*.pt"):
+        for other in ("optim", "extra_state"):
+            shutil.copyfile(path, path.with_name(path.name.replace("model", other)))
+    for path in (run / "global_step_20/actor").glob(f"{kind}_*.pt"):
+        path.unlink()
+    os.utime(run / "latest_checkpointed_iteration.txt")
+    fired = [n.event.step for n in go(exec=("true",)) if n.what == "finished" and n.event is not None]
+    assert fired == ([10, 30] if kind == "model" else [10, 20, 30])

@@ -29,12 +29,13 @@ class Unfinished(BrokenCheckpoint):
 def confirmed(path: Path, *, signed: bool) -> Inspection:
     """Return what ``inspect`` says of a checkpoint that is whole.
 
-    What is not opened, or holds no weights, is as whole as its sign says. Raises :class:`Unfinished` with the faults,
+    What is not opened is as whole as its sign says, and so is a Megatron role that was saved without weights: of other
+    kinds, what has none is being removed. Raises :class:`Unfinished` with the faults,
     :class:`NotACheckpoint` for one that is gone and :class:`~ckpttool.errors.Refused`.
     """
     found = inspect(path)
-    states = ("complete", "not opened", "no weights") if signed else ("complete",)
-    if found.state in states and not found.faults:
+    saved_without = found.state == "no weights" and found.manifest is not None
+    if not found.faults and (found.state == "complete" or (signed and (found.state == "not opened" or saved_without))):
         return found
     raise Unfinished(f"{path}: {found.title}, {found.state}", problems=found.faults, code="unfinished")
 

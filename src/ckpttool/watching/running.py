@@ -157,7 +157,7 @@ class Watcher:
                 look.fired = look.fired or not why
             if why:
                 look.missing[candidate.name] = why
-            if why and _is_behind(candidate):
+            if why and _is_behind(candidate) and not self._outlook.unchanged(candidate):
                 break  # the next look tells, and later steps come after it
             if self.failures and not self._settings.keep_going:
                 break
