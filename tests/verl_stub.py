@@ -33,9 +33,10 @@ class SaveFailed(Exception):
 
 
 class Actions(CheckpointCallback):
-    """A callback that notes what it is told, from threads of a pool as uploads do; it hangs while ``hold`` is there."""
+    """A callback that notes what it is told, from threads of a pool as uploads do, once ``hold`` is gone."""
 
     def on_save(self, event: CheckpointEvent, **_more: Any) -> None:
+        Path(self.config["begun"]).touch()
         while Path(self.config["hold"]).exists():
             threading.Event().wait(0.02)
         with ThreadPoolExecutor(2) as pool:

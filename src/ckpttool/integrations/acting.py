@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ckpttool.errors import BrokenCheckpoint, CannotWrite, CkpttoolError, NotACheckpoint, Problem, UsageError
 from ckpttool.watching import Notice, Settings, Watcher
@@ -37,7 +37,7 @@ class Acting:
         """
         self.run, self.file = run, file
         self.sleep: Callable[[float], None] = time.sleep
-        """How to wait, in seconds."""
+        """How to wait, in seconds; also called before each action, with 0."""
         self.settings = read_settings(file)
         _check(self.settings, file)
         self._watcher = Watcher(run, self.settings, sleep=lambda seconds: self.sleep(seconds))
@@ -73,17 +73,24 @@ class Acting:
         self._check_failures()
         if not self._is_open:
             raise UsageError(f"{self.run}: step {step} comes after the end: the callback is closed already")
-        told = []
+        told: list[Notice] = []
+        notices = cast("Generator[Notice, None, None]", self._watcher.act_on(step, patience=patience))
         try:
-            for notice in self._watcher.act_on(step, patience=patience):
-                tell(notice)
-                told.append(notice)
+            with closing(notices):
+                for notice in notices:
+                    self._tell(notice)
+                    told.append(notice)
         except BrokenCheckpoint as error:
             error.problems += tuple(_named(one) for one in told if one.what == "incomplete")
             raise
         self._check_failures()
         if not self.settings.keep_going:
             _check_gone(told)
+
+    def _tell(self, notice: Notice) -> None:
+        tell(notice)
+        if notice.what == "acting":
+            self.sleep(0)  # a worker leaves here what it had better not begin
 
     def _check_failures(self) -> None:
         if self.failures and not self.settings.keep_going:

@@ -29,7 +29,7 @@ def do_elsewhere(acting: Acting, steps: Sequence[int]) -> None:
     What it does, and what is left undone, is told on the standard error output.
     """
     acting.close()
-    _say(f"training has ended; {_named(steps)} of {acting.run} is still to be acted on. Ctrl-C leaves it undone.")
+    _say(f"training has ended; what is left of {_named(steps)} of {acting.run} is done now. Ctrl-C leaves it undone.")
     given = {"modules": sys.path, "run": str(acting.run), "file": str(acting.file), "steps": list(steps)}
     if reason := _run(given):
         _say(f"{reason}. To do what is left: {acting.catch_up()}")
