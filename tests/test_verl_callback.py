@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,7 @@ class Site:
         self.settle()
 
     def settle(self, **settings: Any) -> None:
-        self.file.write_text(json.dumps({"exec": self.exec, "interval": 0.02, "patience": 0, **settings}))
+        self.file.write_text(json.dumps({"exec": self.exec, "interval": 0.02, "patience": 30, **settings}))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -164,9 +165,9 @@ def test_an_asynchronous_save_is_acted_on_when_the_training_loop_has_finished_it
     site.settle(patience=None)
     trainer = site.trainer(roles={"actor": how})
     trainer.save(20, async_save=True)
-    callback = trainer.checkpoint_callback
-    with pytest.raises(BrokenCheckpoint, match="not finished"):  # it is not, for whoever looks now
-        callback._acting._watcher.act_on(20, patience=0).send(None)
+    other = replace(read_settings(site.file), state=str(site.folder / "other.json"))
+    with Watcher(site.run, other) as watch, pytest.raises(BrokenCheckpoint, match="not finished"):
+        next(watch.act_on(20, patience=0))  # it is not, for whoever looks now
     assert site.noted("begun") == []
     trainer.finalise()
     site.wait(lambda: site.noted() == ["global_step_20/actor"])
@@ -268,6 +269,7 @@ def test_keep_going_keeps_training_going(site: Site, caplog: pytest.LogCaptureFi
 
 
 def test_a_save_that_is_never_finished_is_told_when_patience_ends(site: Site) -> None:
+    site.settle(patience=0.05)
     trainer = site.trainer(roles={"actor": "v2"})
     trainer.save(20, async_save=True)
     site.wait(lambda: not ours())
@@ -276,6 +278,7 @@ def test_a_save_that_is_never_finished_is_told_when_patience_ends(site: Site) ->
 
 
 def test_what_other_nodes_have_written_for_themselves_is_told(site: Site) -> None:
+    site.settle(patience=0.05)
     trainer = site.trainer()
     with pytest.raises(NotACheckpoint, match="no role of this step can be seen on") as caught:
         trainer.save(20, seen=False)
@@ -299,7 +302,7 @@ def test_a_shard_that_is_on_another_node_is_named(site: Site) -> None:
 @pytest.mark.parametrize("how", ["fsdp", "v2"])
 def test_what_the_trainer_removes_too_early_is_told(site: Site, how: str) -> None:
     """verl's own retention removes roles, and leaves the directory of the step."""
-    site.settle(background=True)
+    site.settle(background=True, patience=0.2)
     site.touch("hold")
     trainer = site.trainer(roles={"actor": how})
     trainer.save(1)
@@ -440,7 +443,7 @@ def test_close_does_what_is_left_in_the_thread_of_who_calls(site: Site) -> None:
 
 
 def test_close_names_what_was_not_finished_and_does_the_rest(site: Site) -> None:
-    site.settle(patience=0.1)
+    site.settle(patience=1)
     trainer = site.trainer(roles={"actor": "v2"})
     site.touch("hold")
     trainer.save(1, async_save=True)
