@@ -169,6 +169,20 @@ def test_of_a_step_that_the_tracker_has_gone_past_the_data_loader_tells(sign: Fi
     assert found == Sign(what="latest_checkpointed_iteration.txt and data.pt", given=True, at=min(NOW, tracked(run)))
 
 
+def test_an_archive_of_layout_v1_may_be_finished_after_the_data_loader(sign: Find, run: Path) -> None:
+    """verl writes the data loader when an asynchronous save has begun; the training loop ends it."""
+    names = tuple(f"dist_ckpt/{name}" for name in ARCHIVE)
+    fill(run / "global_step_30", ("data.pt",))
+    (run / "latest_checkpointed_iteration.txt").write_text("30")
+    fill(run / "global_step_20", ("data.pt",))
+    (run / "global_step_20" / "data.pt").write_text("state")
+    os.utime(run / "global_step_20" / "data.pt", (NOW - 3600, NOW - 3600))
+    assert sign("global_step_20/actor", names) == Sign(what="metadata.json", given=False)
+    found = sign("global_step_20/actor", (*names, "dist_ckpt/metadata.json"))
+    ended = (run / "global_step_20" / "actor" / "dist_ckpt" / "metadata.json").stat().st_mtime
+    assert found == Sign(what="latest_checkpointed_iteration.txt and data.pt", given=True, at=ended)
+
+
 def tracked(run: Path) -> float:
     return (run / "latest_checkpointed_iteration.txt").stat().st_mtime
 

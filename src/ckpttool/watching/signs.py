@@ -107,7 +107,8 @@ def sign_of(checkpoint: Path, step: Path, number: int, tracker: Tracker | None, 
     if layout.MANIFEST in names or (step.name.startswith("global_step") and _has(checkpoint, _TREES)):
         return _file(checkpoint, layout.MANIFEST)
     if step.name.startswith("global_step"):
-        return _gone_past(step, beside, number, tracker) or _said(tracker, number, layout.TRACKER)
+        past = _gone_past(step, beside, number, tracker)
+        return _with_archive(past, checkpoint) if past else _said(tracker, number, layout.TRACKER)
     is_megatrons = dcp.BACKEND_FILE in names or checkpoint.name.startswith("iter_")
     if TRAINER_STATE in beside or (step.name.startswith("checkpoint-") and not is_megatrons):
         known = TRAINER_STATE in beside or by_trainer or _is_trainers(beside)
@@ -188,6 +189,16 @@ def _gone_past(step: Path, names: Collection[str], number: int, tracker: Tracker
     latest = step.with_name(f"global_step_{tracker.step}")
     usual = latest.is_dir() and any(_LOADER.fullmatch(name) for name in os.listdir(latest))
     return Sign(what=LOADER, given=False) if usual else None
+
+
+def _with_archive(sign: Sign, checkpoint: Path) -> Sign:
+    """Return a sign with what verl's Megatron layout v1 adds to it: an asynchronous save ends after ``data.pt``."""
+    archive = checkpoint / layout.V1_ARCHIVE
+    if not sign.given or not archive.is_dir() or not any(name.endswith(".distcp") for name in os.listdir(archive)):
+        return sign
+    own = _file(archive, dcp.BACKEND_FILE)
+    times = [at for at in (sign.at, own.at) if at is not None]
+    return replace(sign, at=max(times)) if own.given and times else own
 
 
 def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, anew: float | None = None) -> str:
