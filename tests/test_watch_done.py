@@ -136,6 +136,13 @@ def test_a_directory_without_steps_is_said_to_have_none(ckpttool: Callable[..., 
     assert "no step is here yet" in ckpttool("watch", tmp_path, "--once").out
 
 
+def test_the_directory_above_runs_is_none(ckpttool: Callable[..., Call], run: Path) -> None:
+    call = ckpttool("watch", run.parent, "--once")
+    assert call.code == 3
+    assert "no run, but 1 run below it" in call.err
+    assert f"ckpttool watch {run}\n" in call.err
+
+
 def test_a_tracker_that_says_something_else_is_told(ckpttool: Callable[..., Call], run: Path) -> None:
     tracker = run / "latest_checkpointed_iteration.txt"
     for said, told in (("rubbish", "holds 'rubbish', not a step"), ("5", "says 5")):

@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpttool import layout
-from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused, UsageError
-from ckpttool.inspection import kinds
+from ckpttool.errors import BrokenCheckpoint, CkpttoolError, NotACheckpoint, Problem, Refused
 from ckpttool.watching.actions import actions_of
+from ckpttool.watching.beginning import check_run, doubts
 from ckpttool.watching.clock import Clock, Sleep
 from ckpttool.watching.firing import Firing
+from ckpttool.watching.looking import Look, is_behind, second_look
 from ckpttool.watching.pins import clear_pins
 from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
-from ckpttool.watching.scanning import Candidate, Scan, is_changed, is_rewritten, roles_of, scan, steps_of
+from ckpttool.watching.scanning import Candidate, Scan, is_changed, is_rewritten, scan
 from ckpttool.watching.settings import Settings
-from ckpttool.watching.signs import SETTLED, SLACK, awaited
+from ckpttool.watching.signs import awaited
 from ckpttool.watching.state import NAME, State
 from ckpttool.watching.waiting import Outlook
 
@@ -27,15 +26,6 @@ PATIENCE = 20
 """Looks in a row at which the run may be out of reach: ten minutes, as they usually come."""
 
 Waiting = Callable[[Status], None]
-
-
-@dataclass(slots=True)
-class _Look:
-    """What one look came to: what was seen, and by name what is not finished, with what it waits for."""
-
-    seen: Scan
-    missing: dict[str, str] = field(default_factory=dict)
-    fired: bool = False
 
 
 class Watcher:
@@ -107,7 +97,7 @@ class Watcher:
             yield from self._pruner.prune(since)
             quiet_since = self._clock() if look.fired else quiet_since
             status = self._outlook.look(look.seen.candidates, look.missing, self._clock())
-            pause = _second_look(look, self._clock(), self._settings.interval) if once else self._settings.interval
+            pause = second_look(look, self._clock(), self._settings.interval) if once else self._settings.interval
             if once and (looks > 1 or not pause):
                 yield self._stopped("that was one look", look)
                 return
@@ -137,13 +127,13 @@ class Watcher:
                 raise self._not_finished(step, look)
             self._sleep(min(self._settings.interval, left))
 
-    def _look(self, *, since: int, only: int | None = None, final: bool) -> Generator[Notice, None, _Look]:
+    def _look(self, *, since: int, only: int | None = None, final: bool) -> Generator[Notice, None, Look]:
         """Look once, and act on what is finished."""
         try:
             seen = scan(self._run, roles=self._settings.roles, since=since, only=only, known=self._known())
         except OSError as error:
             return self._out_of_reach(error, final=final)
-        look, self._lost = _Look(seen), 0
+        look, self._lost = Look(seen), 0
         for candidate in look.seen.candidates:
             why = awaited(
                 candidate.sign,
@@ -157,19 +147,19 @@ class Watcher:
                 look.fired = look.fired or not why
             if why:
                 look.missing[candidate.name] = why
-            if why and _is_behind(candidate) and not self._outlook.unchanged(candidate):
+            if why and is_behind(candidate) and not self._outlook.unchanged(candidate):
                 break  # the next look tells, and later steps come after it
             if self.failures and not self._settings.keep_going:
                 break
         return look
 
-    def _out_of_reach(self, error: OSError, *, final: bool) -> _Look:
+    def _out_of_reach(self, error: OSError, *, final: bool) -> Look:
         """Put up with a run that cannot be looked at for a while: a file system that is away comes back."""
         self._lost += 1
         if final or self._lost > PATIENCE:
             raise NotACheckpoint(f"{self._run}: {error.strerror}", code="unreadable") from error
         nothing = Scan(tracker=None, steps=(), candidates=())
-        return _Look(nothing, {str(self._run): f"it to be there again: {error.strerror}"})
+        return Look(nothing, {str(self._run): f"it to be there again: {error.strerror}"})
 
     def _known(self) -> set[str]:
         """Return the names of checkpoints on which nothing is to be done any more, unless they are saved anew."""
@@ -221,21 +211,9 @@ class Watcher:
             "due_again": due,
         }
         self._outlook.last = max(self._state.entries, key=lambda name: self._state.entries[name].at, default=None)
-        problems = self._doubts()
+        problems = doubts(self._run, self._settings.roles)
         message = f"watching {self._run}"
         return Notice(what="watching", at=self._clock(), message=message, data=data, problems=problems)
-
-    def _doubts(self) -> tuple[Problem, ...]:
-        """Return notes on what may not be meant: a run without steps, a role that no step has."""
-        steps = steps_of(self._run)
-        if not steps:
-            return (Problem(code="no-steps", message=f"{self._run}: no step is here yet", severity="note"),)
-        there = roles_of(self._run, [step for _, step in steps])
-        unknown = [role for role in self._settings.roles if role not in there]
-        if not unknown or not there:
-            return ()
-        message = f"no step has a role {unknown[0]} yet; there is {', '.join(sorted(there))}"
-        return (Problem(code="no-role", message=message, severity="note"),)
 
     def _gone(self) -> Iterator[Notice]:
         """Tell of checkpoints that were removed before all that was to be done with them was done."""
@@ -247,7 +225,7 @@ class Watcher:
                 problem = Problem(code="gone", message=message, path=name, hint=hint)
                 yield Notice(what="gone", at=self._clock(), message=message, problems=(problem,))
 
-    def _stopped(self, why: str, look: _Look) -> Notice:
+    def _stopped(self, why: str, look: Look) -> Notice:
         waiting = [{"checkpoint": name, "waits_for": what} for name, what in look.missing.items()]
         done = sum(not entry.lacks(self._labels) for entry in self._state.entries.values())
         data = {
@@ -262,7 +240,7 @@ class Watcher:
 
     def interrupted(self, by: str) -> Notice:
         """Return the last notice of a watch that a signal ends."""
-        return self._stopped(f"by {by}", _Look(Scan(tracker=None, steps=(), candidates=())))
+        return self._stopped(f"by {by}", Look(Scan(tracker=None, steps=(), candidates=())))
 
     def _notice(self, what: What, message: str, error: CkpttoolError, *, name: str = "") -> Notice:
         problems = error.problems or (Problem(code=error.code, message=error.message, path=name, hint=error.hint),)
@@ -271,7 +249,7 @@ class Watcher:
     def _has_entry(self, step: int) -> bool:
         return any(entry.step == step for entry in self._state.entries.values())
 
-    def _not_finished(self, step: int, look: _Look) -> CkpttoolError:
+    def _not_finished(self, step: int, look: Look) -> CkpttoolError:
         if not any(number == step for number, _ in look.seen.steps):
             return NotACheckpoint(
                 f"{self._run}: no step {step} here",
@@ -297,40 +275,3 @@ def _is_gone(path: Path) -> bool:
     except OSError:
         pass
     return False
-
-
-def _second_look(look: _Look, now: float, interval: float) -> float:
-    """Return after how long a second look may tell that something is finished; 0 where it would tell nothing."""
-    missing = [candidate for candidate in look.seen.candidates if candidate.name in look.missing]
-    if any(candidate.sign is None for candidate in missing):
-        return interval
-    settled = any(_is_behind(candidate) or _may_be_settled(candidate, now) for candidate in missing)
-    return min(SLACK, interval) if settled else 0.0
-
-
-def _is_behind(candidate: Candidate) -> bool:
-    """Tell whether the sign of a checkpoint is a little older than its data: what a second look is for."""
-    return 0 < _behind(candidate) <= SLACK
-
-
-def _behind(candidate: Candidate) -> float:
-    sign = candidate.sign
-    return candidate.extent.newest - sign.at if sign is not None and sign.given and sign.at is not None else 0.0
-
-
-def _may_be_settled(candidate: Candidate, now: float) -> bool:
-    """Tell whether nothing was written for long to a checkpoint without a sign, or with one that is older than it."""
-    absent = candidate.sign is not None and candidate.sign.absent
-    return (absent or _behind(candidate) > 0) and now - candidate.extent.newest > SETTLED
-
-
-def check_run(run: Path) -> None:
-    """Raise :class:`NotACheckpoint` or :class:`UsageError` for what is no run: nothing, a file, a step, a role."""
-    run = Path(os.path.abspath(run))  # noqa: PTH100
-    if not run.is_dir():
-        hint = f"If training is yet to make it: mkdir -p {run}"
-        raise NotACheckpoint(f"{run}: no such directory", hint="" if run.exists() else hint)
-    above = next((p for p in (run, run.parent) if layout.step_of(p.name) is not None), None)
-    if above is not None or (kinds.is_checkpoint(run) and not kinds.is_run(run)):
-        hint = f"Its run: ckpttool watch {above.parent}" if above is not None else "Give the directory above it."
-        raise UsageError(f"{run}: a checkpoint; what is watched is a run, the directory of its steps", hint=hint)
