@@ -176,11 +176,15 @@ def test_an_archive_of_layout_v1_may_be_finished_after_the_data_loader(sign: Fin
     (run / "latest_checkpointed_iteration.txt").write_text("30")
     fill(run / "global_step_20", ("data.pt",))
     (run / "global_step_20" / "data.pt").write_text("state")
-    os.utime(run / "global_step_20" / "data.pt", (NOW - 3600, NOW - 3600))
+    os.utime(run / "global_step_20" / "data.pt", (1000, 1000))
     assert sign("global_step_20/actor", names) == Sign(what="metadata.json", given=False)
     found = sign("global_step_20/actor", (*names, "dist_ckpt/metadata.json"))
     ended = (run / "global_step_20" / "actor" / "dist_ckpt" / "metadata.json").stat().st_mtime
-    assert found == Sign(what="latest_checkpointed_iteration.txt and data.pt", given=True, at=ended)
+    said = "latest_checkpointed_iteration.txt and data.pt"
+    assert found == Sign(what=said, given=True, at=1000, ended=ended)
+    assert awaited(found, newest=ended, unchanged=False, now=ended) == ""
+    assert said in awaited(found, newest=ended + 5, unchanged=True, now=ended + 9)  # more was written since
+    assert said in awaited(found, newest=ended, unchanged=True, now=ended, anew=ended)  # or in another save
 
 
 def tracked(run: Path) -> float:

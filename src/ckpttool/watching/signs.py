@@ -66,6 +66,9 @@ class Sign:
     said: str = ""
     """What it says instead, in words: ``says 15``, ``is not there``."""
 
+    ended: float | None = None
+    """When its producer ended an archive for which the sign did not wait; it tells nothing of which save that was."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracker:
@@ -197,8 +200,7 @@ def _with_archive(sign: Sign, checkpoint: Path) -> Sign:
     if not sign.given or not archive.is_dir() or not any(name.endswith(".distcp") for name in os.listdir(archive)):
         return sign
     own = _file(archive, dcp.BACKEND_FILE)
-    times = [at for at in (sign.at, own.at) if at is not None]
-    return replace(sign, at=max(times)) if own.given and times else own
+    return replace(sign, ended=own.at) if own.given else own
 
 
 def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, anew: float | None = None) -> str:
@@ -215,7 +217,8 @@ def awaited(sign: Sign | None, *, newest: float, unchanged: bool, now: float, an
     settled = unchanged and 0 < newest < now - SETTLED
     if not sign.given:
         return "" if sign.absent and settled else f"{sign.what}, which {sign.said}" if sign.said else sign.what
-    oldest = max(newest - (SLACK if unchanged else 0), anew or 0)
-    if sign.at is None or sign.at >= oldest or (settled and anew is None):
+    if sign.at is None or (settled and anew is None):
+        return ""
+    if max(sign.at, sign.ended or 0) >= newest - (SLACK if unchanged else 0) and sign.at >= (anew or 0):
         return ""
     return f"{sign.what}, which is older than its data, or {SETTLED / 60:.0f} minutes without a change"
