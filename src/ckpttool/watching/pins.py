@@ -106,7 +106,7 @@ def _make_folder(folder: Path, rights: int) -> int | None:
         if not held:
             for path in (folder, new):
                 _remove_pin(path)
-            os.close(lock)
+            _close(lock)
     return lock if held else None
 
 
@@ -117,10 +117,16 @@ def _lock_of(folder: Path) -> Path:
 def _end(folder: Path, lock: int) -> bool:
     """Remove a pin whose lock is held, and give that up; ``False`` where something stays."""
     done = _remove_pin(folder)
-    os.close(lock)
+    _close(lock)
     with suppress(OSError):
         folder.parent.rmdir()
     return done
+
+
+def _close(lock: int) -> None:
+    """Give a lock up; the file is closed whatever the system says of it, and nothing was written there."""
+    with suppress(OSError):
+        os.close(lock)
 
 
 def _remove_pin(folder: Path) -> bool:
