@@ -6,6 +6,7 @@ Its action notes that it begins and that it ends, and looks meanwhile whether al
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -25,6 +26,9 @@ for file in model_world_size_2_rank_0.pt model_world_size_2_rank_1.pt huggingfac
 done
 echo "end $CKPTTOOL_STEP $CKPTTOOL_ATTEMPT" >> "$1"
 """
+_NOT_DELETED = re.compile(r"not deleted|is deleted[^\n]*\n +! |begun to delete[^\n]*\n +! ")
+"""What a watch says of a step that it could not delete, or of which something stays: it ends with 1."""
+
 STEPS = (10, 20)
 """The second one is kept, the first one deleted."""
 
@@ -68,7 +72,7 @@ class Following:
         yield from _log_faults(lines)
         if strangers := {path.name for path in here.iterdir()} - {"run", "act", "log"}:
             yield f"files beside the run: {strangers}"
-        yield from said(end, codes, here)
+        yield from said(end, {*codes, 1} if _NOT_DELETED.search(end.text) else codes, here)
         done = Counter(line[0] for line in lines)["end"] == len(STEPS)
         if end.code == 0 and done is ("waits for" in end.text):
             yield f"it does not say what is done: {lines}, {end.text}"

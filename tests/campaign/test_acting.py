@@ -63,13 +63,13 @@ def test_an_error_at_its_calls(subject: Following, ground: Ground, *, lasting: b
     codes = cycle([errno.ENOSPC, errno.EIO, errno.EACCES])
     calls = list(enumerate(ground.happens(subject), 1))[1 :: 9 if lasting else 4]
     ended = {failing(ground, subject, at, label, next(codes), lasting=lasting).code for at, label in calls}
-    assert ended == {0, 6}
+    assert {6} <= ended <= {0, 1, 6}
 
 
 def test_a_checkpoint_that_cannot_be_read(subject: Following, ground: Ground) -> None:
     """It is told, and the next run acts on it."""
     for at, label in list(enumerate(killed.reads_of(ground, subject), 1))[::16]:
-        assert unreadable(ground, subject, at, label).code in (0, 6)
+        assert unreadable(ground, subject, at, label).code in (0, 1, 6)
 
 
 def test_what_is_wrong_is_found(subject: Following, tmp_path: Path) -> None:
