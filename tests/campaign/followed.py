@@ -27,7 +27,7 @@ KEPT = (STATE, f"{STATE}.lock")
 """What a watch leaves in a run."""
 
 STATE_OF_TRAINER = "trainer_state.json"
-SIGNS = (TRACKER, "ckpt_contents.json", "metadata.json", ".metadata", STATE_OF_TRAINER)
+SIGNS = (TRACKER, "ckpt_contents.json", "metadata.json", ".metadata", "data.pt", STATE_OF_TRAINER)
 
 STEP, SOUND = 20, 30
 FIRED = "fired"
@@ -111,7 +111,8 @@ def step_faults(room: Path, command: Command, damage: Damage, said: str) -> Iter
             yield f"acted on {name}, which is {state}"
         if name in fired or (damage.closed and "--pin" in command):  # nobody may not link what is root's
             continue
-        if f"{SOUND}-" in name or (whole and not damage.closed and not set(damage.files) & set(SIGNS)):
+        spared = not damage.closed and damage.way != "named" and not set(damage.files) & set(SIGNS)
+        if f"{SOUND}-" in name or (whole and spared):  # a directory that is named like data waits for their sign
             yield f"{name} is {state}, and was not acted on"
         if "--json" in command and path.parts[len(room.parts) + 1] not in said and is_checkpoint(path):
             yield f"{name} was not acted on, without a word"

@@ -155,8 +155,8 @@ def run(folder: Path) -> None:
     """A run of two steps and two roles, and its tracker."""
     for step in (10, 20):
         shutil.copytree(DATA / "fsdp" / "torch2.10-fsdp2", folder / f"global_step_{step}" / "actor")
+        (folder / f"global_step_{step}" / "data.pt").write_bytes(b"the state of a data loader" * 9)
     shutil.copytree(DEMO / "lora", folder / "global_step_20" / "critic")
-    (folder / "global_step_20" / "data.pt").write_bytes(b"")
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
 
 
