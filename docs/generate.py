@@ -25,6 +25,7 @@ _SESSION = re.compile(r"```console\n\$ (ckpttool .+)\n(?:[^`]*\n)?```")
 _AGE = re.compile(r"\b\d+ (s|min|h|d)\n")
 _TIME = re.compile(r" in [\d.]+ (ms|s)\n")
 _CLOCK = re.compile(r"^\d\d:\d\d:\d\d  ", re.MULTILINE)
+_DAY = re.compile(r"^\d{4}-\d\d-\d\d\n", re.MULTILINE)
 
 
 def pages() -> dict[Path, str]:
@@ -78,7 +79,8 @@ def run(words: list[str], folder: str | None = None) -> str:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False)  # noqa: S603
     if done.returncode > (words[1] == "diff"):  # which says by it that there are differences
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-    return _CLOCK.sub("12:00:00  ", _TIME.sub(" in 20 ms\n", _AGE.sub("1 min\n", done.stdout)))
+    shown = _DAY.sub("2026-12-01\n", done.stdout)
+    return _CLOCK.sub("12:00:00  ", _TIME.sub(" in 20 ms\n", _AGE.sub("1 min\n", shown)))
 
 
 if __name__ == "__main__":
