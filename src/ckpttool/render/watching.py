@@ -59,7 +59,7 @@ class Display:
         inner = "! " if notice.what == "failed" else "  " if notice.what in _INNER else ""
         style = _STYLES.get(notice.what, "")
         words = clean(near(_message(notice)))
-        self._out.print(Text(at, "dim") + Text(f"{inner}{words}", style), soft_wrap=True)
+        self._out.print(Text.assemble((at, "dim"), (f"{inner}{words}", style)), soft_wrap=True)
         if notice.what == "stopped":  # its problems were told when they came
             return
         told = [problem for problem in notice.problems if problem.message != notice.message]
@@ -131,7 +131,7 @@ def _message(notice: Notice) -> str:
 
 def _before(data: Mapping[str, Any]) -> str:
     done = f"; {plural(data['done_before'], 'checkpoint')} done before" if data["done_before"] else ""
-    again = f"; {data['due_again']:,} more, of which not all of that is done" if data["due_again"] else ""
+    again = f"; of {plural(data['due_again'], 'other')}, some of it is still to be done" if data["due_again"] else ""
     return done + again
 
 

@@ -201,14 +201,14 @@ class Watcher:
         return ""
 
     def _begun(self) -> Notice:
-        entries = [entry for entry in self._state.entries.values() if entry.course == "done"]
-        due = sum(entry.lacks(self._labels) for entry in entries)
+        done = {name: entry for name, entry in self._state.entries.items() if entry.course == "done"}
+        lacking = [name for name, entry in done.items() if entry.lacks(self._labels)]
         data = {
             "run": str(self._run),
             "state": str(self._state.path),
             "actions": self._labels,
-            "done_before": len(entries) - due,
-            "due_again": due,
+            "done_before": len(done) - len(lacking),
+            "due_again": sum(not _is_gone(self._run / name) for name in lacking),
         }
         self._outlook.last = max(self._state.entries, key=lambda name: self._state.entries[name].at, default=None)
         problems = doubts(self._run, self._settings.roles)
