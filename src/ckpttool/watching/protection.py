@@ -14,11 +14,11 @@ from ckpttool.formats.torchzip import read_range
 from ckpttool.inspection.runs import TRACKERS
 from ckpttool.layout import step_of
 from ckpttool.watching.pins import is_pinned
+from ckpttool.watching.signs import TRAINER_STATE
 
 KEEP = ".ckpttool-keep"
 """A file of this name in a step keeps it."""
 
-TRAINER_STATE = "trainer_state.json"
 LATEST = "latest"
 """Where DeepSpeed names the directory that it saved last."""
 
@@ -34,7 +34,7 @@ class Protection:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._names = _listed(run)
+        self._names = listed(run)
         self._mounted = _mounted(run)
         self._best = _best(run, self._names)
         self._named = self._now_named()
@@ -45,7 +45,7 @@ class Protection:
         A step is kept, too, where it cannot be told which one a trainer needs.
         """
         if again:
-            self._names, self._mounted = _listed(self._run), _mounted(self._run)
+            self._names, self._mounted = listed(self._run), _mounted(self._run)
             self._named = self._now_named()
         step = self._run / name
         if not _is_folder(step):
@@ -151,9 +151,10 @@ def _mounted(run: Path) -> set[str]:
     return found
 
 
-def _listed(run: Path) -> list[str]:
+def listed(path: Path) -> list[str]:
+    """List a directory; one that is not there, or closed, has nothing that can be deleted."""
     try:
-        return sorted(os.listdir(run))
+        return sorted(os.listdir(path))
     except OSError:
         return []
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from ckpttool.errors import Problem, UsageError
 from ckpttool.layout import step_of
 from ckpttool.staging import ATTEMPTS, sync
-from ckpttool.watching.protection import Protection
+from ckpttool.watching.protection import Protection, listed
 from ckpttool.watching.removing import remove
 
 REMOVING = ".ckpttool-removing"
@@ -120,7 +120,7 @@ def protected(run: Path) -> dict[int, str]:
 
     Where the tracker, or the record of the best model, cannot be understood, that is all of them.
     """
-    names = [name for name in _listed(run) if step_of(name) is not None]
+    names = [name for name in listed(run) if step_of(name) is not None]
     now = Protection(run)
     reasons = ((step_of(name), now.reason(name)) for name in names)
     return {number: reason for number, reason in reasons if number is not None and reason}
@@ -200,7 +200,7 @@ def _problem(name: str, error: OSError) -> Problem:
 
 def clear_removed(run: Path) -> tuple[int, tuple[Problem, ...]]:
     """Finish what killed processes have begun to delete; return the bytes that were freed, and what stays and why."""
-    names = [name for name in _listed(run / REMOVING) if _is_ours(name)]
+    names = [name for name in listed(run / REMOVING) if _is_ours(name)]
     if not names or (run / REMOVING).is_symlink():
         _end(run)
         return 0, ()
@@ -219,11 +219,3 @@ def _is_ours(name: str) -> bool:
 def _end(run: Path) -> None:
     with suppress(OSError):
         os.rmdir(run / REMOVING)  # noqa: PTH106
-
-
-def _listed(path: Path) -> list[str]:
-    """List a directory; one that is not there, or closed, has nothing that can be deleted."""
-    try:
-        return sorted(os.listdir(path))
-    except OSError:
-        return []
