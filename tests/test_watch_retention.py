@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout import step_of
 from ckpttool.watching import protection, removing, retention
 from ckpttool.watching.pins import PINS, pinned
-from ckpttool.watching.removing import remove, weigh
+from ckpttool.watching.removing import remove
 from ckpttool.watching.retention import (
     REMOVING,
     Pruning,
@@ -35,6 +36,31 @@ from tests.killing import prune_killed
 RUN = Path("run")
 TRACKER = "latest_checkpointed_iteration.txt"
 MOST = 300
+
+
+def weigh(path: Path) -> int:
+    """Return the bytes on disk that the removal of a directory would free; what cannot be looked at has none."""
+    pending, size, seen = [path], 0, dict[tuple[int, int], int]()
+    while pending:
+        with suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry))
+                else:
+                    size += _last_name(entry, seen)
+    return size
+
+
+def _last_name(entry: os.DirEntry[str], seen: dict[tuple[int, int], int]) -> int:
+    """Return the bytes of a file when all of its names have been seen; those of several are counted."""
+    try:
+        info = entry.stat(follow_symlinks=False)
+    except OSError:
+        return 0
+    names = 1
+    if info.st_nlink > 1:
+        names = seen[info.st_dev, info.st_ino] = seen.get((info.st_dev, info.st_ino), 0) + 1
+    return info.st_blocks * 512 if names == info.st_nlink else 0
 
 
 def step(number: int, *, finished: bool = True, busy: bool = False, run: Path = RUN, name: str = "") -> Step:

@@ -99,17 +99,7 @@ def _row(path: Path, base: Path, look: Look, draft: Draft) -> StepRow:
             found = look(path)
     except Refused as error:
         draft.fault("refused", error.message, hint=error.hint)
-        return StepRow(
-            step,
-            role_below(path, base),
-            where,
-            "refused",
-            "refused: it would run code",
-            "refused",
-            error.message,
-            0,
-            0.0,
-        )
+        return StepRow(step, role, where, "refused", "refused: it would run code", "refused", error.message, 0, 0.0)
     except OSError as error:
         draft.fault("unreadable", f"{where}: {error.strerror}", hint="Is a training run at work here? Try again.")
         return StepRow(step, role, where, "unknown", "not readable", "unknown", str(error.strerror), 0, 0.0)

@@ -14,7 +14,7 @@ from ckpttool.watching.actions import Action, ActionFailed
 from ckpttool.watching.clock import Clock, Sleep
 from ckpttool.watching.pins import pinned
 from ckpttool.watching.result import Notice, What
-from ckpttool.watching.scanning import Candidate, is_rewritten
+from ckpttool.watching.scanning import Candidate, is_gone
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.state import Entry, State
 
@@ -54,15 +54,14 @@ class Firing:
 
     def fire(self, candidate: Candidate) -> Iterator[Notice]:
         """Run what is to be run on a checkpoint. Raises what :func:`confirmed` raises, before anything was done."""
-        signed = candidate.sign is not None and candidate.sign.given
-        found = confirmed(candidate.path, signed=signed)
+        found = confirmed(candidate.path, signed=candidate.is_signed)
         with ExitStack() as stack:
             path = candidate.path
             if self._settings.pin:
                 path = stack.enter_context(pinned(self._run, path))
-                confirmed(path, signed=signed)  # the trainer may have begun to remove it
+                confirmed(path, signed=candidate.is_signed)  # the trainer may have begun to remove it
             event = self._begin(candidate, found, path)
-            sign = candidate.sign.what if candidate.sign is not None and signed else "nothing changes any more"
+            sign = candidate.sign.what if candidate.sign and candidate.is_signed else "nothing changes any more"
             data = {"sign": sign, "bytes": candidate.extent.bytes, "files": candidate.extent.files}
             yield self._notice("finished", f"{event.name} is finished: {sign}", event, data=data)
             begun = self._clock()
@@ -79,7 +78,7 @@ class Firing:
     def _begin(self, candidate: Candidate, found: Inspection, path: Path) -> CheckpointEvent:
         """Record that actions begin, and return what they are told."""
         before = self._state.entries.get(candidate.name)
-        same = before is not None and (before.anchor is None or not is_rewritten(candidate.path, before.anchor))
+        same = before is not None and before.is_of(candidate.path)
         begun = before.attempts if before is not None and same and before.course != "done" else 0
         entry = Entry(
             step=candidate.number,
@@ -166,7 +165,7 @@ class Firing:
 
 def _if_gone(event: CheckpointEvent) -> tuple[Problem, ...]:
     """Return a note on a checkpoint that was removed while actions on it ran: what they read may not have been all."""
-    if event.path != event.original or Path(event.path).exists():
+    if event.path != event.original or not is_gone(Path(event.path)):
         return ()
     message = f"{event.name} was removed while actions on it ran"
     hint = "If no action did that, they may not have seen all of it: --pin keeps it while they run."
@@ -183,6 +182,6 @@ def _failure(action: Action, error: CkpttoolError | OSError, event: CheckpointEv
     failure = error if isinstance(error, CkpttoolError) else NotACheckpoint(str(error))
     by = "" if failure.message.startswith(action.label) else f"{action.label}: "
     failure.message = f"{event.name}: {by}{failure.message}"
-    if not Path(event.path).exists():
+    if is_gone(Path(event.path)):
         failure.hint = f"{event.name} was removed meanwhile: --pin keeps it while actions run. {failure.hint}".rstrip()
     return failure

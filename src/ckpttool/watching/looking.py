@@ -32,8 +32,8 @@ def is_behind(candidate: Candidate) -> bool:
 
 
 def _behind(candidate: Candidate) -> float:
-    sign = candidate.sign
-    return candidate.extent.newest - sign.at if sign is not None and sign.given and sign.at is not None else 0.0
+    at = candidate.sign.at if candidate.sign is not None and candidate.is_signed else None
+    return candidate.extent.newest - at if at is not None else 0.0
 
 
 def _may_be_settled(candidate: Candidate, now: float) -> bool:

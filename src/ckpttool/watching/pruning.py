@@ -12,7 +12,7 @@ from ckpttool.watching.clock import Clock
 from ckpttool.watching.firing import confirmed
 from ckpttool.watching.result import Notice, What
 from ckpttool.watching.retention import Pruning, Removal, Step, carry_out, clear_removed, plan, protected
-from ckpttool.watching.scanning import Candidate, Extent, is_rewritten, scan
+from ckpttool.watching.scanning import Candidate, Extent, scan
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.signs import SETTLED, awaited
 from ckpttool.watching.state import State
@@ -105,7 +105,7 @@ class Pruner:
     def _is_finished(self, candidate: Candidate) -> bool:
         """Tell whether a checkpoint was found whole, or is one that is not acted on and has its sign."""
         entry = self._state.entries.get(candidate.name)
-        if entry is not None and (entry.anchor is None or not is_rewritten(candidate.path, entry.anchor)):
+        if entry is not None and entry.is_of(candidate.path):
             return entry.course != "gone"
         newest, now = candidate.extent.newest, self._clock() + self._state.skew
         quiet = now - newest > SETTLED
@@ -116,7 +116,7 @@ class Pruner:
         """Look into a checkpoint that is not acted on, once for as long as it does not change."""
         if self._whole.get(candidate.name) != candidate.extent:
             try:
-                confirmed(candidate.path, signed=candidate.sign is not None)
+                confirmed(candidate.path, signed=candidate.is_signed)
             except (CkpttoolError, OSError):
                 return False
             self._whole[candidate.name] = candidate.extent

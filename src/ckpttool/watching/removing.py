@@ -50,7 +50,7 @@ def remove(path: Path) -> Removed:
     try:
         parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        return Removed(problems=() if error.errno == errno.ENOENT else (_problem(path.name, error),))
+        return Removed(problems=() if error.errno == errno.ENOENT else (refusal(path.name, error),))
     try:
         work = _Removal(os.fstat(parent).st_dev)
         _remove_all(work, parent, path.name)
@@ -85,12 +85,12 @@ def _opened(work: _Removal, above: _Folder, name: str) -> _Folder | None:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             _remove_file(work, above.handle, name, where)
         elif error.errno != errno.ENOENT:
-            work.problems.append(_problem(where, error))
+            work.problems.append(refusal(where, error))
         return None
     try:
         return _Folder(handle, where, _remove_files(work, handle, where))
     except OSError as error:
-        work.problems.append(_problem(where, error))
+        work.problems.append(refusal(where, error))
     except BaseException:
         os.close(handle)
         raise
@@ -121,7 +121,7 @@ def _remove_file(work: _Removal, handle: int, name: str, where: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        work.problems.append(_problem(where, error))
+        work.problems.append(refusal(where, error))
         return
     work.freed += info.st_blocks * 512 if info.st_nlink == 1 else 0
 
@@ -133,39 +133,15 @@ def _remove_empty(work: _Removal, above: _Folder, where: str) -> None:
         return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not work.problems:  # what stays in it is told
-            work.problems.append(_problem(where, error))
+            work.problems.append(refusal(where, error))
 
 
-def weigh(path: Path) -> int:
-    """Return the bytes on disk that the removal of a directory would free; what cannot be looked at has none."""
-    pending, size, seen = [path], 0, dict[tuple[int, int], int]()
-    while pending:
-        with suppress(OSError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(Path(entry))
-                else:
-                    size += _last_name(entry, seen)
-    return size
-
-
-def _last_name(entry: os.DirEntry[str], seen: dict[tuple[int, int], int]) -> int:
-    """Return the bytes of a file when all of its names have been seen; those of several are counted."""
-    try:
-        info = entry.stat(follow_symlinks=False)
-    except OSError:
-        return 0
-    names = 1
-    if info.st_nlink > 1:
-        names = seen[info.st_dev, info.st_ino] = seen.get((info.st_dev, info.st_ino), 0) + 1
-    return info.st_blocks * 512 if names == info.st_nlink else 0
-
-
-def _problem(where: str, error: OSError) -> Problem:
+def refusal(where: str, error: OSError, *, said: str = "", do: str = "Remove") -> Problem:
+    """Return the problem of something that the system does not let us ``do``; ``said`` goes before its reason."""
     code = errno.errorcode.get(error.errno or 0, "")
     return Problem(
         code="not-removed",
-        message=f"{where}: {error.strerror or error} ({code})",
+        message=f"{where}: {said}{error.strerror or error} ({code})",
         path=where,
-        hint="Remove it as its owner." if error.errno in (errno.EACCES, errno.EPERM) else "",
+        hint=f"{do} it as its owner." if error.errno in (errno.EACCES, errno.EPERM) else "",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpttool.callbacks import CheckpointEvent
@@ -67,7 +67,3 @@ class Status:
     bytes: int = 0
     rate: float | None = None
     awaited: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)

@@ -19,7 +19,7 @@ from ckpttool.errors import Problem, UsageError
 from ckpttool.layout import step_of
 from ckpttool.staging import ATTEMPTS, sync
 from ckpttool.watching.protection import Protection, listed
-from ckpttool.watching.removing import remove
+from ckpttool.watching.removing import refusal, remove
 
 REMOVING = ".ckpttool-removing"
 
@@ -189,13 +189,7 @@ def _make_place(run: Path) -> None:
 
 
 def _problem(name: str, error: OSError) -> Problem:
-    code = errno.errorcode.get(error.errno or 0, "")
-    return Problem(
-        code="not-removed",
-        message=f"{name}: not deleted: {error.strerror or error} ({code})",
-        path=name,
-        hint="Delete it as its owner." if error.errno in (errno.EACCES, errno.EPERM) else "",
-    )
+    return refusal(name, error, said="not deleted: ", do="Delete")
 
 
 def clear_removed(run: Path) -> tuple[int, tuple[Problem, ...]]:

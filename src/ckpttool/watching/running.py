@@ -16,7 +16,7 @@ from ckpttool.watching.looking import Look, is_behind, second_look
 from ckpttool.watching.pins import clear_pins
 from ckpttool.watching.pruning import Pruner
 from ckpttool.watching.result import Notice, Status, What
-from ckpttool.watching.scanning import Candidate, Scan, is_changed, is_rewritten, scan
+from ckpttool.watching.scanning import Candidate, Extent, Scan, is_changed, is_gone, scan
 from ckpttool.watching.settings import Settings
 from ckpttool.watching.signs import awaited
 from ckpttool.watching.state import NAME, State
@@ -48,7 +48,7 @@ class Watcher:
         self._labels = [action.label for action in self._actions]
         self._pruner = Pruner(self._run, settings, self._state, self._labels, clock)
         self._outlook = Outlook()
-        self._told: dict[str, object] = {}
+        self._told: dict[str, Extent] = {}
         self._given_up: set[str] = set()
         self._lost = 0
 
@@ -113,9 +113,9 @@ class Watcher:
         It is waited for up to ``patience`` seconds (``None``: for ever). Raises :class:`BrokenCheckpoint` where it is
         not finished by then, and :class:`NotACheckpoint` where there is no such step.
         """
-        begun, looks = self._clock(), 0
+        begun = self._clock()
         while True:
-            look, looks = (yield from self._look(since=step, only=step, final=False)), looks + 1
+            look = yield from self._look(since=step, only=step, final=False)
             if self.failures and not self._settings.keep_going:
                 return
             self._outlook.look(look.seen.candidates, look.missing, self._clock())
@@ -158,8 +158,7 @@ class Watcher:
         self._lost += 1
         if final or self._lost > PATIENCE:
             raise NotACheckpoint(f"{self._run}: {error.strerror}", code="unreadable") from error
-        nothing = Scan(tracker=None, steps=(), candidates=())
-        return Look(nothing, {str(self._run): f"it to be there again: {error.strerror}"})
+        return Look(Scan(), {str(self._run): f"it to be there again: {error.strerror}"})
 
     def _known(self) -> set[str]:
         """Return the names of checkpoints on which nothing is to be done any more, unless they are saved anew."""
@@ -167,14 +166,13 @@ class Watcher:
         return {
             name
             for name, entry in entries
-            if (name in self._given_up or not entry.lacks(self._labels))
-            and (entry.anchor is None or not is_rewritten(self._run / name, entry.anchor))
+            if (name in self._given_up or not entry.lacks(self._labels)) and entry.is_of(self._run / name)
         }
 
     def _saved_anew(self, candidate: Candidate) -> float | None:
         """Return when another save of what was finished before was written, in seconds; ``None`` for the same one."""
         entry = self._state.entries.get(candidate.name)
-        if entry is None or entry.anchor is None or not is_rewritten(candidate.path, entry.anchor):
+        if entry is None or entry.is_of(candidate.path):
             return None
         return candidate.extent.newest if candidate.anchor is None else candidate.anchor.written / 1e9
 
@@ -186,7 +184,7 @@ class Watcher:
         try:
             yield from self._firing.fire(candidate)
         except (BrokenCheckpoint, Refused, NotACheckpoint) as error:
-            if not candidate.path.exists():
+            if is_gone(candidate.path):
                 yield self._notice("gone", f"{candidate.name} was removed before anything was done with it", error)
                 return ""
             again = self._told.get(candidate.name) == candidate.extent
@@ -208,7 +206,7 @@ class Watcher:
             "state": str(self._state.path),
             "actions": self._labels,
             "done_before": len(done) - len(lacking),
-            "due_again": sum(not _is_gone(self._run / name) for name in lacking),
+            "due_again": sum(not is_gone(self._run / name) for name in lacking),
         }
         self._outlook.last = max(self._state.entries, key=lambda name: self._state.entries[name].at, default=None)
         problems = doubts(self._run, self._settings.roles)
@@ -218,7 +216,7 @@ class Watcher:
     def _gone(self) -> Iterator[Notice]:
         """Tell of checkpoints that were removed before all that was to be done with them was done."""
         for name, entry in list(self._state.entries.items()):
-            if entry.course in ("running", "failed") and _is_gone(self._run / name):
+            if entry.course in ("running", "failed") and is_gone(self._run / name):
                 self._state.change(name, course="gone", at=self._clock())
                 message = f"{name} was removed before all actions on it were done"
                 hint = "--pin keeps a checkpoint while actions on it run."
@@ -240,7 +238,7 @@ class Watcher:
 
     def interrupted(self, by: str) -> Notice:
         """Return the last notice of a watch that a signal ends."""
-        return self._stopped(f"by {by}", Look(Scan(tracker=None, steps=(), candidates=())))
+        return self._stopped(f"by {by}", Look(Scan()))
 
     def _notice(self, what: What, message: str, error: CkpttoolError, *, name: str = "") -> Notice:
         problems = error.problems or (Problem(code=error.code, message=error.message, path=name, hint=error.hint),)
@@ -264,14 +262,3 @@ class Watcher:
 
 def _place(settings: Settings, run: Path) -> Path:
     return run / NAME if settings.state is None else Path(os.path.abspath(settings.state))  # noqa: PTH100
-
-
-def _is_gone(path: Path) -> bool:
-    """Tell whether there is nothing any more; what one may not look at is not gone."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        pass
-    return False

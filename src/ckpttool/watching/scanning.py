@@ -59,6 +59,11 @@ class Candidate:
     extent: Extent
     anchor: Anchor | None
 
+    @property
+    def is_signed(self) -> bool:
+        """Whether its producer has called it finished."""
+        return self.sign is not None and self.sign.given
+
 
 def steps_of(run: Path) -> list[tuple[int, Path]]:
     """Return the numbered step directories of a run, in order."""
@@ -91,11 +96,10 @@ def roles_of(run: Path, steps: Iterable[Path]) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """One look at a run: its tracker, its steps, and the checkpoints that were not left out."""
+    """One look at a run: its steps, and the checkpoints that were not left out."""
 
-    tracker: Tracker | None
-    steps: tuple[tuple[int, Path], ...]
-    candidates: tuple[Candidate, ...]
+    steps: tuple[tuple[int, Path], ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 def scan(
@@ -117,7 +121,7 @@ def scan(
     for number, step in steps:
         if number >= since and only in (None, number):
             found += list(_candidates(run, step, number, roles, known, tracker, by_trainer=by_trainer))
-    return Scan(tracker=tracker, steps=tuple(steps), candidates=tuple(found))
+    return Scan(steps=tuple(steps), candidates=tuple(found))
 
 
 def _candidates(
@@ -206,4 +210,15 @@ def is_changed(candidate: Candidate) -> bool:
     try:
         return measure(candidate.path) != (candidate.extent, candidate.anchor)
     except OSError:
-        return candidate.path.exists()
+        return not is_gone(candidate.path)
+
+
+def is_gone(path: Path) -> bool:
+    """Tell whether there is nothing any more; what one may not look at is not gone."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False

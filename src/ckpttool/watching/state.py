@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from ckpttool.errors import BrokenCheckpoint, CannotWrite, NotACheckpoint
 from ckpttool.formats.jsonfile import read_object
 from ckpttool.staging import take
-from ckpttool.watching.scanning import Anchor
+from ckpttool.watching.scanning import Anchor, is_rewritten
 from ckpttool.wholefile import write_whole
 
 NAME = ".ckpttool-watch.json"
@@ -52,6 +52,10 @@ class Entry:
     def lacks(self, labels: Collection[str]) -> bool:
         """Tell whether something is still to be done with it: an action that failed, was cut short, or is new."""
         return self.course != "done" or not set(labels) <= set(self.actions)
+
+    def is_of(self, path: Path) -> bool:
+        """Tell whether what lies there is the save that this tells of, and not one that was saved anew since."""
+        return self.anchor is None or not is_rewritten(path, self.anchor)
 
 
 class State:
